@@ -1,4 +1,4 @@
-"""Memory kept between forward and backward, and the step's time, for each choice of activations.
+"""Measure memory and step time for each way to checkpoint or compress activations.
 
 python benchmarks/bench_activations.py               # print
 python benchmarks/bench_activations.py --json        # and write results/activations.json
@@ -7,12 +7,13 @@ python benchmarks/bench_activations.py --curves 400 --blocks 6 --width 384 --hea
     --batch 2 --json                                 # and results/activations_curves.json
 python benchmarks/bench_activations.py --picture docs/activations.svg
 
-Forward and backward of the example's GPT without sharding, float32, one thread. Each choice runs in
-a fresh process, where malloc gives memory back at once. "kept" is the growth of resident memory
-over the last step's forward, "peak" the most above the start of that step, sampled every 2 ms. Time
-is the least processor time of a step; "of_plain" is relative to the first choice. --curves
-trains from equal weights on equal batches with nothing, INT8 and bfloat16, two runs at a time, and
-prints the losses in bits per byte of Python's standard library.
+A step is a forward and a backward of the example's GPT without sharding, in float32 on one thread.
+Each choice runs in a fresh process, in which malloc returns freed memory to the system at once.
+"kept" is the growth of resident memory during the forward of the last step. "peak" is the largest
+growth since the start of the last step, sampled every 2 ms. "seconds" is the least processor time
+of a step. "of_plain" columns are relative to the first choice, "plain". --curves trains with plain,
+INT8 and bfloat16 activations from equal weights on equal batches, two runs at a time. The training
+text is the sources of Python's standard library, and the printed losses are in bits per byte.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ CHOICES: dict[str, tuple[dict[str, Any] | None, str | None]] = {
 
 
 def resident() -> int:
-    """How many bytes of this process are in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Peak(threading.Thread):
-    """The most resident memory until ``stop`` is called."""
+    """A thread that samples the resident memory and keeps the maximum until ``stop`` is called."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -72,14 +73,16 @@ class Peak(threading.Thread):
             self.most = max(self.most, resident())
 
     def stop(self) -> int:
-        """Ends the thread; returns the most bytes seen."""
+        """End the thread and return the largest resident memory in bytes."""
         self.ended.set()
         self.join()
         return self.most
 
 
 def built(name: str, options: argparse.Namespace) -> tuple[gpt.GPT, str | None]:
-    """The model with a choice's checkpointing, and how saved tensors are stored."""
+    """Return the model with the choice's checkpointing, and the dtype into which saved tensors are
+    compressed (None: they are not compressed).
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = gpt.GPTConfig(
@@ -111,7 +114,9 @@ def one(name: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def in_fresh_process(name: str, arguments: list[str]) -> dict[str, float]:
-    """Runs ``one`` in a process whose malloc maps and unmaps every larger block."""
+    """Run ``one`` in a process whose malloc maps each block of 64 KiB or more with mmap. Freeing
+    such a block unmaps it.
+    """
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
     command = [sys.executable, __file__, *arguments, "--one", name]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
@@ -121,7 +126,7 @@ def in_fresh_process(name: str, arguments: list[str]) -> dict[str, float]:
 
 
 def losses(name: str, options: argparse.Namespace) -> list[float]:
-    """The losses of a training run with a choice, one per step, in bits per byte."""
+    """Train with a choice and return the loss of each step in bits per byte."""
     import train_gpt
 
     model, dtype = built(name, options)
@@ -144,7 +149,7 @@ def losses(name: str, options: argparse.Namespace) -> list[float]:
 
 
 def curves(options: argparse.Namespace) -> None:
-    """Print and write the ``losses`` of three choices."""
+    """Print the ``losses`` of three choices and, with --json, write them."""
     run = common.describe_run(kept=options.json)
     names = ("plain", "int8", "bf16")
     fresh = multiprocessing.get_context("spawn")

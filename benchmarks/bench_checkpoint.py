@@ -1,46 +1,52 @@
-"""Times checkpoints of two ranks beside torch's DCP and beside plain reads and writes.
+"""Time checkpoints of two ranks beside torch's DCP and beside plain reads and writes.
 
     python benchmarks/bench_checkpoint.py --json
 
-The model is a GPT of 85 M parameters (`--model 85m`) with AdamW's moments, 1 GB, sharded over two
-ranks; DCP has it under torch's fully_shard, whose DTensors it takes without a copy. Each round
-makes every save and load once, in an order that rotates; a time is that of the slower rank.
+The model is a GPT of 85 M parameters (`--model 85m`) with AdamW's moments, 1 GB in all, sharded
+over two ranks. DCP saves the same model under torch's fully_shard; DCP takes the DTensors without
+a copy. Each round makes every save and every load once, in an order that rotates from round to
+round. A time is that of the slower rank.
 
-plain write   every rank writes its half of the same bytes into one new file, whose space was taken
-              before (posix_fallocate), with O_DIRECT in steps of 4 MiB, and calls fsync
-plain save    the plain write with what any save must do besides: rank 0 takes the space of a new
-              file, and when both ranks have written, gives the file the name of the one before,
-              which frees that one's space; all of that is timed
+plain write   every rank writes as many bytes as its half of the checkpoint into one new file, with
+              O_DIRECT in steps of 4 MiB, and calls fsync; the file's space is allocated before
+              (posix_fallocate)
+plain save    the plain write together with what any save must do: rank 0 allocates the space of a
+              new file; after both ranks have written, rank 0 renames the new file over the file of
+              the previous save, which frees the space of the replaced file; all of this is timed
 fsdpc save, old one gone
-              a save that replaces a checkpoint, until the space of the replaced one is free; the
-              row "fsdpc save" ends before that, as the call does
-Each save begins when the space of what was removed before it is free and all pages are on the disk;
-in a training, too, minutes lie between two saves. Small models show fixed costs: `--model 10m`.
+              a save that replaces a checkpoint, timed until the replaced checkpoint's space is
+              free; the row "fsdpc save" is timed until the call returns, which is earlier
+Before each save the benchmark waits until the space of all removed files is free and all pages are
+on the disk, as in a training with minutes between two saves. `--model 10m` is small and shows the
+fixed costs.
 
 plain read    every rank reads its half with pread in steps of 1 MiB into memory that was touched
-load          with checksums verified before the model is touched (the default), during the load, or
-              not at all
-blocking      how long the call of a save in the background takes; then steps beside the save
+              before
+load          checksums are verified before the load changes the model (the default), during the
+              load ("verified meanwhile"), or not at all
+blocking      how long the call of a save in the background blocks; the next columns are the time of
+              a step during the save, and the time until the save is durable
 
-parts         of a save on rank 0: the plan; "create" takes the space; "write" copies, digests and
-              writes this rank's ranges; "sync" makes them durable and waits for the other rank; the
-              rest is the manifest and the folder's name
+parts         parts of a save on rank 0: "plan" makes the plan; "create" allocates the space;
+              "write" copies, digests and writes this rank's ranges; "sync" makes them durable and
+              waits for the other rank; the other parts write the manifest and rename the folder
 
-Files are dropped from the page cache (posix_fadvise) before they are read. "peak" is by how much a
-rank's memory grows in a save or load after a warm-up, the larger of two measures: resident memory
-(VmHWM), in which a page that both ranks map counts whole in each, and PSS, in which it counts half,
-read every few milliseconds. A save in the background keeps its staging ("staging"), one copy of the
-rank's part, which is there before "peak" begins.
+Files are dropped from the page cache (posix_fadvise) before they are read. "peak" is the growth of
+a rank's memory during a save or load after a warm-up. It is the larger of two measures: resident
+memory (VmHWM) counts a page that both ranks map in full in each rank; PSS, which is read every few
+milliseconds, counts such a page half in each. A save in the background keeps a staging buffer
+("staging"), one copy of the rank's shards, which is allocated before "peak" begins.
 
-`--model many`: 20,000 parameters of 40 elements in 1,000 units of fully_shard, 3.2 MB, without an
-optimizer, and with AdamW. "first": the first save of a model; "cpu" is the processor time of
-rank 0. "copy": as many bytes from memory to memory, tensor by tensor. `--peer no`: without DCP,
-whose save of 20,000 parameters takes minutes.
+`--model many`: 20,000 parameters of 40 elements in 1,000 units of fully_shard, 3.2 MB, saved
+without an optimizer and with AdamW. Rows with "first" are the first save of a model. "cpu" is the
+processor time of rank 0. "copy" copies as many bytes from memory to memory, tensor by tensor.
+`--peer no` leaves out DCP, whose save of 20,000 parameters takes minutes.
 
-`--every`: steps of bench_step.py's workload that each end with a save in the background beside the
-same steps without, in turns; a save waits for the one before. "frozen": all but the last block asks
-for no gradient, so that a save links the rest. "dcp": FSDP2's steps with dcp.async_save, and alone;
-"peak": the peak of one save, until it is on the disk.
+`--every` times steps of bench_step.py's workload: with a save in the background after each step,
+and, in turn, without saves. A save waits until the previous save is durable. "frozen": only the
+last block requires gradients; for all other parameters a save adds hard links to the files of the
+previous save. "dcp": FSDP2's steps, with dcp.async_save or without saves. "MB": the peak memory of
+one save until it is on the disk.
 """
 
 from __future__ import annotations
@@ -77,7 +83,7 @@ def workload(model: str) -> object:
 
 
 class Bench:
-    """One rank's model, folder and cases."""
+    """One rank's model and folder, and the saves and loads that are timed."""
 
     def __init__(self, rank: int, world: int, model: str, folder: Path) -> None:
         import torch
@@ -101,13 +107,13 @@ class Bench:
         self.total = int(summed(self.own))
         self.piece = -(-self.total // world) // WRITE_STEP * WRITE_STEP + WRITE_STEP
         self.plain = folder / "plain"
-        self.buffer = mmap.mmap(-1, self.piece)  # it begins at a page
+        self.buffer = mmap.mmap(-1, self.piece)  # begins at a page boundary, as O_DIRECT requires
         self.buffer.write(os.urandom(1 << 20) * (self.piece >> 20))
 
     # --- saves ---
 
     def new_plain_file(self) -> None:
-        """Makes a new file before each plain write, as a save starts with new files, too."""
+        """Make a new file before each plain write, because a save also starts with new files."""
         if self.rank == 0:
             self.plain.unlink(missing_ok=True)
             with open(self.plain, "wb") as file:
@@ -147,8 +153,8 @@ class Bench:
         checkpoint.save(self.folder / "fsdpc", self.model, self.optimizer, overwrite=True)
 
     def phases(self) -> dict[str, float]:
-        """Seconds of each part of a save on this rank; the ranks wait for each other in "create",
-        "sync" and "publish".
+        """Return the seconds of each part of a save on this rank. The ranks wait for each other in
+        "create", "sync" and "publish".
         """
         from fsdpc.checkpoint.ranks import ranks_of
         from fsdpc.checkpoint.saving import make_plan, write_plan
@@ -209,7 +215,7 @@ class Bench:
         return (time.perf_counter() - begin) / count
 
     def fsdpc_async(self) -> tuple[float, float, float]:
-        """Seconds of the call, of a step beside the save, and until the save is durable."""
+        """Return seconds of the call, of a step during the save, and until the save is durable."""
         from fsdpc import checkpoint
 
         begin = time.perf_counter()
@@ -259,7 +265,7 @@ def reduced(value: float, how: str) -> float:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """The seconds that a call takes on the slower rank."""
+    """Return the seconds that a call takes on the slower rank."""
     gc.collect()
     barrier()
     begin = time.perf_counter()
@@ -275,7 +281,7 @@ def dcp_state(model: Any, optimizer: Any) -> dict:
 
 
 def settle(rank: int) -> None:
-    """Waits until what was removed is freed and what was written is on the disk."""
+    """Wait until the space of removed files is free and all written pages are on the disk."""
     from fsdpc.checkpoint import folders
 
     folders.finish_removing()
@@ -285,7 +291,7 @@ def settle(rank: int) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Drops a folder's files from the page cache."""
+    """Drop a folder's files from the page cache."""
     for path in [folder] if folder.is_file() else folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
@@ -295,14 +301,14 @@ def forget(folder: Path) -> None:
 
 
 def peak_of(call: Callable[[], object]) -> float:
-    """By how many MB a rank's memory grows in the call at most: the larger rank's figure."""
+    """Return the largest growth of memory during the call in MB, the maximum over the ranks."""
     return reduced(own_peak(call), "MAX")
 
 
 def own_peak(call: Callable[[], object]) -> float:
-    """``peak_of`` for this process alone."""
+    """Return the largest growth of this process's memory during the call in MB."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
     resident, shared = memory("VmRSS"), pss_mb("self")
     seen, done = [shared], threading.Event()
 
@@ -326,7 +332,7 @@ def memory(name: str) -> float:
 
 
 def job(rank: int, world: int, folder: str, out: Connection, model: str, rounds: int) -> None:
-    """One rank; rank 0 sends the figures."""
+    """Run one rank of the benchmark; rank 0 sends the figures through ``out``."""
     start_rank(rank, world, folder)
     bench = Bench(rank, world, model, Path(folder))
     saves = {
@@ -397,7 +403,7 @@ def job(rank: int, world: int, folder: str, out: Connection, model: str, rounds:
 
 
 def many(make: Callable[..., object], units: int) -> object:
-    """A model of `units` layers of small parameters; `make` shards each layer as a unit."""
+    """Return a model of `units` layers of small parameters; `make` shards each layer as a unit."""
     import torch
     from torch import nn
 
@@ -413,7 +419,7 @@ def many(make: Callable[..., object], units: int) -> object:
 def many_job(
     rank: int, world: int, folder: str, out: Connection, units: int, rounds: int, peer: bool
 ) -> None:
-    """One rank; rank 0 sends the figures."""
+    """Run one rank of `--model many`; rank 0 sends the figures through ``out``."""
     start_rank(rank, world, folder)
     import torch
     import torch.distributed.checkpoint as dcp
@@ -481,7 +487,7 @@ def many_job(
 
 
 def every_job(rank: int, world: int, folder: str, out: Connection, model: str, rounds: int) -> None:
-    """One rank; rank 0 sends the seconds of steps without and with saves, ratios and peaks."""
+    """Run one rank of `--every`; rank 0 sends seconds, ratios and peaks."""
     start_rank(rank, world, folder)
     found, peaks = {}, {}
     for kind in ("all", "frozen"):
@@ -510,8 +516,8 @@ def every_job(rank: int, world: int, folder: str, out: Connection, model: str, r
 
 
 class EveryStep:
-    """Steps of an engine, without saves or each with a save in the background. ``blocked``: the
-    seconds for which each save blocked.
+    """A training whose steps are timed without saves, or with a save in the background after each
+    step. ``blocked`` has the seconds for which each save blocked.
     """
 
     def __init__(self, name: str, rank: int, model: str, folder: str) -> None:
@@ -524,7 +530,7 @@ class EveryStep:
         self.batch = random_batch(work, rank)
         self.blocked: list[float] = []
         self.future: Any = None
-        self.group = new_group()  # in the steps' group saves would take steps' messages
+        self.group = new_group()  # for saves only, so that they receive no messages of a step
         if folder.endswith("frozen"):
             for key, param in self.training.model.named_parameters():
                 param.requires_grad_(f".{work.config.layers - 1}." in key)
@@ -590,7 +596,7 @@ def print_many(result: dict) -> None:
 
 
 def report(found: dict) -> dict:
-    """Medians and quartiles; ratios are taken within a round."""
+    """Return medians and quartiles of the figures; ratios are taken within a round."""
     seconds = found["seconds"]
     result: dict = {key: found[key] for key in ("bytes", "staging_mb", "peak_mb")} | {"cases": {}}
     for name, values in seconds.items():

@@ -1,25 +1,27 @@
-"""Times a unit's exchange over shared memory against memory speed and against gloo, in one run.
+"""Time a unit's exchange over shared memory against memory speed and against gloo, in one run.
 
     python benchmarks/bench_comm.py
     python benchmarks/bench_comm.py --sizes 64k,64m --rounds 5 --json out.json
 
-Sizes are those of the whole unit or buffer: what all_gather leaves, what the others take.
-Per size and operation there are these ways, timed in turn within each round (another first each
-round), so that a way and the floor it is divided by see the same machine within milliseconds:
+A size is that of the whole unit or buffer: the output of all_gather, the input of reduce_scatter.
+All ways take turns within each round, and another way is first in each round. So a way and the
+floor by which its time is divided run within milliseconds of each other. Each operation is timed at
+each size in these ways:
 
-floor    The bytes that the operation cannot avoid, moved by NumPy on all ranks at once without
-         any communication: for all_gather a copy of the rank's own piece, for reduce_scatter of
-         two ranks STREAM add (c = a + b, float32) over arrays of one piece.
-direct   The exchange of a unit of one float32 parameter, in a tree of this unit alone
-         (fsdpc._probe.gather and release, reduce). all_gather: the ranks' shards become the full
+floor    NumPy moves the bytes that the operation must move at least, on all ranks at once and
+         without communication: for all_gather, a copy of the rank's shard; for reduce_scatter over
+         two ranks, STREAM add (c = a + b, float32) over arrays as long as a shard.
+direct   The exchange of a unit of one float32 parameter, the only unit of its tree
+         (fsdpc._probe.gather and release, or reduce). all_gather: the ranks' shards become the full
          parameter in a slot. reduce_scatter: each rank packs its full gradient into its reduce slot
          (a copy that the floor does not contain) and sums its slice of all slots.
-staged   Comm.all_gather and the others on private memory: what ranks exchange outside of units.
+staged   Comm.all_gather and Comm.reduce_scatter on private memory. The ranks use these calls to
+         exchange data that do not belong to a unit.
 gloo     torch.distributed on the same private memory.
 
-A time is that of the slower rank, from a barrier on. Ratios are taken within a round; medians and
-quartiles are over rounds. On a machine that others use, "chrt -f 1" in front keeps them from
-stretching every wait; the result file says so ("scheduler").
+A time is that of the slower rank, measured from a barrier on. Ratios are taken within a round;
+medians and quartiles are over rounds. If other processes use the machine, start this script with
+"chrt -f 1", so that other processes do not delay the ranks. The result file names the "scheduler".
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def parse_size(text: str) -> int:
 
 
 def make_unit(comm: Any, numel: int) -> Any:
-    """A unit of one parameter, gathered once, so that its slots are there. Collective."""
+    """Return a unit of one parameter, gathered once so that its slots exist. Collective."""
     from fsdpc import _probe
 
     spec = ("weight", numel, "float32", "float32", "float32", True)
@@ -65,7 +67,7 @@ def make_unit(comm: Any, numel: int) -> Any:
 
 
 def make_ways(comm: Any, size: int) -> list[Way]:
-    """All calls of one size. Collective."""
+    """Return the calls of all operations and ways at one size. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -98,7 +100,7 @@ def make_ways(comm: Any, size: int) -> list[Way]:
 
 
 def time_once(comm: Any, call: Callable[[], Any], repeats: int) -> float:
-    """Seconds per call on this rank. Collective."""
+    """Return the seconds per call on this rank. Collective."""
     comm.barrier()
     began = time.perf_counter()
     for _ in range(repeats):
@@ -107,7 +109,7 @@ def time_once(comm: Any, call: Callable[[], Any], repeats: int) -> float:
 
 
 def time_size(comm: Any, size: int, rounds: int) -> dict[tuple[str, str], list[float]]:
-    """Microseconds of the slower rank, per operation and way and round. Collective."""
+    """Return the slower rank's microseconds per operation, way and round. Collective."""
     ways = make_ways(comm, size)
     repeats = max(1, min(50, TIMED_BYTES // size))
     for _, _, call in ways:
@@ -123,7 +125,7 @@ def time_size(comm: Any, size: int, rounds: int) -> dict[tuple[str, str], list[f
 
 
 def run_rank(rank: int, folder: str, sizes: list[int], rounds: int) -> None:
-    """Body of a rank; rank 0 leaves its results in the folder."""
+    """Time all sizes on one rank; rank 0 writes the results into the folder."""
     common.end_with_parent()
     warnings.simplefilter("ignore")
     import torch
@@ -148,7 +150,7 @@ def run_rank(rank: int, folder: str, sizes: list[int], rounds: int) -> None:
 
 
 def describe(size: int, operation: str, times: dict[tuple[str, str], list[float]]) -> dict:
-    """Times in microseconds and ratios of one operation at one size."""
+    """Return the times in microseconds and the ratios of one operation at one size."""
     ways = {way: values for (name, way), values in times.items() if name == operation}
     row: dict[str, Any] = {
         "operation": operation,

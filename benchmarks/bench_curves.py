@@ -1,25 +1,28 @@
-"""Training curves of every optimizer: a byte-level GPT, equal seeds, batches and schedule.
+"""Training curves of a byte-level GPT with each optimizer, with equal seeds, batches and schedule.
 
 python benchmarks/bench_curves.py --json              # 10.9 million parameters, 400 steps
 python benchmarks/bench_curves.py --layers 4 --width 192 --heads 6 --seq 128 --json
 python benchmarks/bench_curves.py --worlds 1 2 3 --steps 20 --layers 2 --width 64 --heads 2
 
-The first writes results/curves.json and, with --picture, the curves as an SVG. Every optimizer
-trains the same model from the same weights on the same batches; the figures are bits per byte of
-the last training steps (mean of 20, and of a fifth of them) and of validation.
-Lion, SGD, SOAP and Adafactor have learning rates of their own. --only with --json keeps what the
-file has of the other cases, if the model, the batches, Python and torch are the same. With
---device cuda all ranks share GPU 0 (NCCL 2.30 or newer).
+The first command writes results/curves.json and, with --picture, the curves as an SVG. Every
+optimizer trains the same model from the same weights on the same batches. The figures are bits per
+byte: the mean of the last 20 training steps, and the validation loss; tables.py adds the mean of
+the last fifth of the steps. Lion, SGD, SOAP and Adafactor have learning rates of their own. --only
+with --json also keeps the file's other cases that had the same Python and torch, and exits if the
+file has another model or other batches. With --device cuda all ranks share GPU 0 (NCCL 2.30 or
+newer).
 
-With --codes the cases are those of QuantizedPolicy instead: AdamW, and weights and gradients in
-codes, to results/curves_codes.json. "0.1 % off" is the plain run from disturbed weights, which says
-how far two runs without codes end from each other. --llama takes transformers' Llama of the same
-sizes, to results/curves_codes_llama.json:
+With --codes the cases are options of QuantizedPolicy instead: AdamW trains with quantized weights
+or gradients in the exchanges, and the results go to results/curves_codes.json. "0.1 % off" is the
+run without quantization from slightly disturbed weights; it shows how far apart two runs without
+quantization end. --llama trains transformers' Llama of the same sizes instead of the GPT, and
+writes results/curves_codes_llama.json:
 
 python benchmarks/bench_curves.py --codes --steps 2000 --batch 1 --seq 64 --json --llama
 
-With --worlds every rank computes the same batch in bfloat16, so sums of gradients are exact on any
-number of ranks, and the runs of the optimizers that store fewer bits must give equal weights.
+With --worlds every rank computes the same batch in bfloat16. The ranks' gradients are then equal,
+so that their sums in float32 are exact on any number of ranks. Runs on different numbers of ranks
+must then give equal weights with every optimizer in ``EQUAL``.
 """
 
 from __future__ import annotations
@@ -61,18 +64,19 @@ from fsdpc.wrap import transformer_auto_wrap_policy  # noqa: E402
 
 ADAM = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 LION = {"betas": (0.9, 0.99), "weight_decay": 0.5}
-LAST = 20  # training steps whose mean is a figure
+LAST = 20  # the figure "last" is the mean of this many training steps at the end
 VALIDATED = 64, 32  # how many batches, and how many sequences in each
-POINTS = 400  # the most that a result keeps of a curve; each is a mean of equally many steps
+POINTS = 400  # the most points of a curve in a result; a point is a mean of consecutive steps
 Make = Callable[[Any, int], torch.optim.Optimizer]
 
 
 def by_row(name: str, shape: tuple[int, ...]) -> int | None:
-    """Adam-mini's blocks, as its default rules do not know the names of this model."""
+    """Return a block length for AdamMini, whose default rules do not know this model's names."""
     return shape[-1] if len(shape) == 2 else None
 
 
-# Name, learning rate, dtype of the parameters, what makes it from parameters and a head's size.
+# By name: learning rate, dtype of the parameters, and a function that makes the optimizer from the
+# parameters and the size of an attention head.
 OPTIMIZERS: dict[str, tuple[float, torch.dtype, Make]] = {
     "torch AdamW fused": (
         1e-3,
@@ -86,7 +90,7 @@ OPTIMIZERS: dict[str, tuple[float, torch.dtype, Make]] = {
     "AdamMini": (1e-3, torch.float32, lambda p, _: optim.AdamMini(p, block=by_row, **ADAM)),
     "Lion": (2e-4, torch.float32, lambda p, _: optim.Lion(p, **LION)),
     "SGD": (1e-1, torch.float32, lambda p, _: optim.SGD(p, momentum=0.9, weight_decay=1e-4)),
-    "Muon, iteration in fp32": (  # 4 times as fast without bfloat16 products
+    "Muon, iteration in fp32": (  # 4 times as fast as an iteration in bfloat16
         1e-3,
         torch.float32,
         lambda p, _: optim.Muon(
@@ -101,7 +105,7 @@ OPTIMIZERS: dict[str, tuple[float, torch.dtype, Make]] = {
     ),
     "Adafactor": (1e-2, torch.float32, lambda p, _: optim.Adafactor(p)),
 }
-# How units travel, by name; all with AdamW.
+# Options of QuantizedPolicy by the name of the case; every case trains with AdamW.
 PLAIN, OFF = "float32", "float32, 0.1 % off"
 CODES: dict[str, dict[str, Any]] = {
     PLAIN: {"codec": None},
@@ -122,18 +126,22 @@ EQUAL = ("AdamWBF16, fp32 parameters", "AdamWBF16, bf16 parameters", "AdamW8bit"
 
 
 def rate(progress: float) -> float:
-    """The share of the highest rate: a linear rise over 5 % of the run, then a cosine to 5 %."""
+    """Return the learning rate as a fraction of its peak: a linear rise over the first 5 % of the
+    run, then a cosine that ends at 5 %.
+    """
     rise = min(1.0, (progress + 1e-3) / 0.05)
     return rise * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def device_of(options: argparse.Namespace) -> torch.device:
-    """Where models and batches lie."""
+    """Return the device of the models and batches."""
     return torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
 
 
 def model_of(options: argparse.Namespace, name: str, low: torch.dtype) -> nn.Module:
-    """The model with its blocks as units; equal weights for every optimizer, but for rounding."""
+    """Return the model with its blocks as units. The initial weights are equal for every optimizer,
+    except that they are rounded for bfloat16 parameters.
+    """
     torch.manual_seed(0)
     model = plain_model(options).to(OPTIMIZERS[name][1])
     return FullyShardedDataParallel(
@@ -148,13 +156,13 @@ def model_of(options: argparse.Namespace, name: str, low: torch.dtype) -> nn.Mod
 
 
 class Llama(nn.Module):
-    """transformers' Llama, which is called as GPT is."""
+    """A wrapper of transformers' Llama that takes tokens and returns logits, as GPT does."""
 
     def __init__(self, config: GPTConfig) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         super().__init__()
-        inner = 64 * round(config.width * 8 / 3 / 64)  # as many weights as 4 widths without gates
+        inner = 64 * round(config.width * 8 / 3 / 64)  # the gated MLP has as many weights as GPT's
         self.model = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=config.vocab,
@@ -172,7 +180,7 @@ class Llama(nn.Module):
 
 
 def coded_model(options: argparse.Namespace, name: str) -> nn.Module:
-    """The model by fully_shard; its blocks travel in the codes of the case."""
+    """Return the model sharded by fully_shard, with the case's quantization of exchanges."""
     torch.manual_seed(0)
     model = plain_model(options).to(device_of(options))
     for param in model.parameters() if name == OFF else ():
@@ -187,7 +195,7 @@ def coded_model(options: argparse.Namespace, name: str) -> nn.Module:
 def training_of(
     name: str, options: argparse.Namespace
 ) -> tuple[nn.Module, float, torch.optim.Optimizer]:
-    """The model of a case, its highest learning rate and its optimizer."""
+    """Return the model of a case, its peak learning rate and its optimizer."""
     if options.codes:
         model, (peak, _, make) = coded_model(options, name), OPTIMIZERS["AdamW"]
     else:
@@ -197,7 +205,7 @@ def training_of(
 
 
 def clip(model: nn.Module) -> None:
-    """Clips gradients, as the model's interface asks for it."""
+    """Clip gradients: by the method of FullyShardedDataParallel, or by torch after fully_shard."""
     if isinstance(model, FullyShardedDataParallel):
         model.clip_grad_norm_(1.0)
     else:
@@ -207,7 +215,7 @@ def clip(model: nn.Module) -> None:
 def train(
     name: str, options: argparse.Namespace, draw: Callable[[], tuple[Tensor, Tensor]]
 ) -> tuple[nn.Module, list[float]]:
-    """One run; the model and the loss of each step in bits per byte, the mean over the ranks."""
+    """Train and return the model and each step's loss in bits per byte, averaged over the ranks."""
     model, peak, optimizer = training_of(name, options)
     losses = []
     for step in tqdm(range(options.steps), desc=name, disable=dist.get_rank() != 0, mininterval=10):
@@ -225,19 +233,19 @@ def train(
 
 
 def plain_model(options: argparse.Namespace) -> nn.Module:
-    """The model before it is sharded."""
+    """Return the model before it is sharded."""
     config = GPTConfig(options.layers, options.width, options.heads, options.seq)
     return Llama(config) if options.llama else GPT(config)
 
 
 def points_of(losses: list[float]) -> list[float]:
-    """The points that a result keeps of a curve."""
+    """Return a curve as at most ``POINTS`` means of consecutive losses."""
     each = -(-len(losses) // POINTS)
     return [statistics.mean(losses[i : i + each]) for i in range(0, len(losses), each)]
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One optimizer's curve and figures."""
+    """Train one case and return its curve and figures."""
     data, held = read_corpus()
     place = device_of(options)
     rng = torch.Generator().manual_seed(1000 + dist.get_rank())
@@ -259,7 +267,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def digest(name: str, options: argparse.Namespace) -> str:
-    """A digest of the weights after a run in which all ranks see one batch."""
+    """Return a digest of the weights after a run in which all ranks use the same batches."""
     data, _ = read_corpus()
     rng = torch.Generator().manual_seed(5)
     place = device_of(options)
@@ -275,7 +283,7 @@ def digest(name: str, options: argparse.Namespace) -> str:
 def rank_main(
     rank: int, world: int, port: int, options: argparse.Namespace, names: list[str], path: str
 ) -> None:
-    """One rank; rank 0 writes the results."""
+    """Run the cases on one rank; rank 0 writes the results to ``path``."""
     common.end_with_parent()
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
@@ -284,7 +292,7 @@ def rank_main(
         torch.cuda.set_device(0)
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     elif options.codes:
-        os.environ["FSDPC_HOST"] = f"{rank}"  # on one host ranks would code nothing
+        os.environ["FSDPC_HOST"] = f"{rank}"  # one host per rank: ranks of one host do not quantize
     backend = "nccl" if options.device == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world)
     if options.worlds:
@@ -297,7 +305,7 @@ def rank_main(
 
 
 def run(world: int, options: argparse.Namespace, names: list[str]) -> dict[str, Any]:
-    """Train on ``world`` ranks with each of these optimizers and return rank 0's results."""
+    """Train the cases ``names`` on ``world`` ranks and return rank 0's results."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -309,7 +317,7 @@ def run(world: int, options: argparse.Namespace, names: list[str]) -> dict[str, 
 
 
 def draw(results: dict[str, Any], steps: int, path: Path) -> None:
-    """The curves as an SVG: running means of the training loss over the steps."""
+    """Draw the curves as an SVG: running means of the training loss over the steps."""
     pyplot = common.pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     for number, (name, found) in enumerate(results.items()):
@@ -319,8 +327,8 @@ def draw(results: dict[str, Any], steps: int, path: Path) -> None:
         for value in found["bits_per_byte"]:
             mean = (1 - share) * mean + share * value
             smooth.append(mean)
-        style = "-" if number < 10 else "--"  # there are ten colors
-        places = range(0, len(smooth), 1 + len(smooth) // 200)  # as many points as a picture shows
+        style = "-" if number < 10 else "--"  # colors repeat after ten curves
+        places = range(0, len(smooth), 1 + len(smooth) // 200)  # a picture shows at most 200 points
         drawn = [smooth[i] for i in places]
         axes.plot([i * each for i in places], drawn, style, label=name, linewidth=1)
     axes.set(xlabel="step", ylabel="bits per byte, running mean", ylim=(None, 5))
@@ -332,7 +340,7 @@ def draw(results: dict[str, Any], steps: int, path: Path) -> None:
 
 
 def show(results: dict[str, Any], first: str) -> None:
-    """Print one table, relative to one of the cases."""
+    """Print one table of the results, relative to the case ``first``."""
     base = results.get(first)
     rows = []
     for name, found in results.items():
@@ -342,7 +350,9 @@ def show(results: dict[str, Any], first: str) -> None:
 
 
 def earlier(file: str, head: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Cases in the file with the same model, steps, batches, Python and torch."""
+    """Return the file's cases that had this run's Python and torch. Exit if the file has another
+    model or other batches.
+    """
     path = common.RESULTS / file
     kept = json.loads(path.read_text()) if path.exists() else {}
     if not kept:
@@ -394,7 +404,7 @@ def main() -> None:
     results = earlier(file, head, run_here) if options.only and options.json else {}
     for name in [name for name in cases if re.search(options.only, name)]:
         results[name] = {"run": run_here, **run(options.world, options, [name])[name]}
-        if options.json:  # after each case, because all of them take long
+        if options.json:  # write after each case, because all cases together take long
             common.write_json(file, {**head, "cases": results})
     show(results, PLAIN if options.codes else "AdamW")
     if options.picture:

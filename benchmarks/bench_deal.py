@@ -1,10 +1,12 @@
-"""How even the deal of matrices to ranks is, for large models: a table, from shapes alone.
+"""Print how evenly optimizers deal the matrices of large models to ranks, computed from shapes.
 
 python benchmarks/bench_deal.py
 
-Each figure is the work of the rank that has most over the mean of all ranks, by the functions that
-optimizers call. "largest": the work of the largest matrix over the mean, below which no deal of
-whole matrices comes. "stays": the share of elements whose rank is their owner. Units are layers.
+A figure is the work of the rank with the most work divided by the mean work of all ranks, computed
+by the functions that the optimizers call. "flat" and "rows" are the two layouts of shards.
+"largest" is the work of the largest matrix divided by the same mean; no deal of whole matrices can
+be below this. "stays" is the fraction of elements that are not sent, because they lie on the rank
+that owns their matrix. Each layer is a unit.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def llama(width: int, keys: int, hidden: int, layers: int) -> list[Shapes]:
 
 
 def deepseek_v3() -> list[Shapes]:
-    """Latent attention; 3 dense layers, 58 layers of 256 experts and a shared expert."""
+    """Return the shapes of 3 dense layers, then 58 layers of 256 experts and a shared expert. All
+    layers have latent attention.
+    """
     w = 7168
     attention = [(1536, w), (24576, 1536), (576, w), (32768, 512), (w, 16384)]
     dense = [(18432, w), (18432, w), (w, 18432)]
@@ -56,7 +60,7 @@ MODELS = {
 
 
 def spans_of(shapes: Shapes, world: int, by_rows: bool) -> list[Sequence[Span]]:
-    """For each parameter of a unit, what every rank holds."""
+    """Return every rank's span of each parameter of a unit."""
     if by_rows:
         return [[block(shape, world, rank) for rank in range(world)] for shape in shapes]
     types = ("float32", "float32", "float32", True)

@@ -1,4 +1,4 @@
-"""Training steps of ranks on several hosts with shaped links, against FSDP1, FSDP2 and DDP.
+"""Time training steps of ranks on several hosts with shaped links, against FSDP1, FSDP2 and DDP.
 
 python benchmarks/bench_hosts.py                          # print; needs root, see namespaces.py
 python benchmarks/bench_hosts.py --json                   # and write results/hosts.json
@@ -7,10 +7,11 @@ python benchmarks/bench_hosts.py --json --coded --rates 1gbit   # weights, gradi
 python benchmarks/bench_hosts.py --hosts 1,1 2,2 --rates 1gbit 10gbit --models 10m 40m
 
 Hosts are network namespaces of this machine. All engines run in the same processes and take turns
-round by round; a step is that of the slowest rank, a ratio divides by the unsharded step ("local")
-of the same round. "sent" is what a host's interface sent in a step, over the bytes of the model's
-parameters. "floor" is max(local, bytes / rate), where bytes are those of two gathers and one
-reduce-scatter. The share of the line is that of one gather of 64 MiB with nothing to compute.
+in each round. A step's time is that of the slowest rank; "/ local" divides it by the time of the
+unsharded step ("local") in the same round. "sent" is what a host's interface sent in a step,
+divided by the bytes of the model's parameters. "floor" is max(local, bytes / rate), where bytes are
+those of two gathers and one reduce-scatter. "a gather takes ... of the line" is the fraction of the
+link's rate that a gather reaches: the median of five gathers of 64 MiB without computation.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ MODELS = {
     "40m": Workload(GPTConfig(layers=12, width=512, heads=8), batch=2, seq=64, steps=1),
 }
 BESIDE = ["local", "ddp", "fsdp1", "fsdp2", "fsdpc", "fsdpc2", "fsdpc-2-slots"]
-# The codes in which weights and gradients travel, and whether weights stay after forward.
+# By engine: the codec of gathered weights, the codec of reduced gradients (None: not quantized),
+# and whether weights stay gathered after forward.
 POLICIES: dict[str, tuple[str, str | None, bool]] = {
     "fsdpc2-int8": ("int8", None, False),
     "fsdpc2-nf4": ("nf4", None, False),
@@ -59,18 +61,19 @@ POLICIES: dict[str, tuple[str, str | None, bool]] = {
     "fsdpc2-int8-int4-kept": ("int8", "int4_stochastic", True),
 }
 CODED = ["local", "fsdp2", "fsdpc2", *POLICIES]
-INSIDE = ["fsdpc2-kept", "fsdpc-hybrid"]  # more engines, where each host has several ranks
+# These engines run only if all hosts have the same number of ranks, at least 2.
+INSIDE = ["fsdpc2-kept", "fsdpc-hybrid"]
 PROBE_NUMEL = 16 << 20
 
 
 def ddp(work: Workload) -> Training:
-    """torch's DistributedDataParallel."""
+    """Build torch's DistributedDataParallel."""
     model = nn.parallel.DistributedDataParallel(plain_model(work))
     return Training(model, adamw(model, work))
 
 
 def kept(work: Workload) -> Training:
-    """fsdpc.fully_shard with a second shard inside each host."""
+    """Build fsdpc.fully_shard that keeps weights sharded within each host after forward."""
     import fsdpc
 
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -78,14 +81,14 @@ def kept(work: Workload) -> Training:
 
 
 def hybrid(work: Workload) -> Training:
-    """fsdpc, sharded inside each host."""
+    """Build fsdpc's FSDP with HYBRID_SHARD: sharded within each host, replicated across hosts."""
     from fsdpc import ShardingStrategy
 
     return fsdpc(work, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
 def coded(codec: str, reduce_codec: str | None, keeps: bool, work: Workload) -> Training:
-    """fsdpc.fully_shard with weights, and perhaps gradients, in fewer bits."""
+    """Build fsdpc.fully_shard that quantizes gathered weights and, if asked, reduced gradients."""
     import fsdpc
 
     def shard(module: nn.Module, **options: Any) -> nn.Module:
@@ -98,7 +101,7 @@ def coded(codec: str, reduce_codec: str | None, keeps: bool, work: Workload) -> 
 
 
 def two_slots(work: Workload) -> Training:
-    """fsdpc with room for one gathered unit less."""
+    """Build fsdpc's FSDP with 2 gather slots instead of 3, the default between hosts."""
     training = fsdpc(work)
     training.before_forward = lambda: os.environ.update(FSDPC_GATHER_SLOTS="2")
     training.after_backward = lambda: os.environ.pop("FSDPC_GATHER_SLOTS")
@@ -115,7 +118,7 @@ BUILDERS = {
 
 
 class Idle(nn.Module):
-    """A module whose forward is a gather with next to nothing to compute."""
+    """A module whose forward gathers a large weight but computes almost nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +129,7 @@ class Idle(nn.Module):
 
 
 def share_of_line(rate: float) -> float:
-    """The share of the link that a gather uses; hosts send their ranks' pieces to each other."""
+    """Return the fraction of the link's rate at which hosts send each other their ranks' shards."""
     from fsdpc import FullyShardedDataParallel
     from fsdpc._comm.bootstrap import comm_for_group
 
@@ -143,13 +146,13 @@ def share_of_line(rate: float) -> float:
 
 
 def sent() -> int:
-    """Bytes that this host has sent so far."""
+    """Return the bytes that this host has sent so far."""
     with open("/sys/class/net/eth0/statistics/tx_bytes", encoding="ascii") as file:
         return int(file.read())
 
 
 def timed(training: Training, work: Workload, number: int) -> tuple[float, int]:
-    """Seconds of the slowest rank's step, and the bytes that this rank's host sent."""
+    """Return the seconds of the slowest rank's step and the bytes that this rank's host sent."""
     batch = random_batch(work, 100 * number + dist.get_rank())
     dist.barrier()
     before, begun = sent(), time.perf_counter()
@@ -162,7 +165,7 @@ def timed(training: Training, work: Workload, number: int) -> tuple[float, int]:
 
 
 def run_rank(model: str, engines: Sequence[str], rounds: int, rate: float) -> dict[str, Any]:
-    """Times every engine's steps; called on all ranks."""
+    """Time the steps of every engine. Collective."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     work = MODELS[model]
@@ -192,7 +195,7 @@ def run_rank(model: str, engines: Sequence[str], rounds: int, rate: float) -> di
 
 
 def run_case(model: str, ranks: Sequence[int], rate: str, args: argparse.Namespace) -> dict:
-    """Runs one case on hosts of its own. ``SystemExit`` if a rank fails."""
+    """Run one case on new hosts. Raises ``SystemExit`` if a rank fails."""
     with namespaces.hosts(len(ranks), rate, args.delay_ms / 1e3) as hosts:
         processes = []
         for env in hosts.environment(ranks):
@@ -215,7 +218,7 @@ def run_case(model: str, ranks: Sequence[int], rate: str, args: argparse.Namespa
 
 
 def show(found: dict[str, Any], model: str, ranks: Sequence[int], rate: str) -> None:
-    """Prints a table of one case."""
+    """Print the table of one case."""
     floor = 3 * (len(ranks) - 1) / len(ranks)
     wire = floor * found["bytes"] / namespaces.bytes_per_second(rate)
     limit = max(found["local"]["step_s"]["median"], wire)
@@ -238,7 +241,7 @@ def show(found: dict[str, Any], model: str, ranks: Sequence[int], rate: str) -> 
 
 
 def names_of(case: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells one case from another."""
+    """Return the fields that identify a case."""
     return case["model"], case["ranks"], case["rate"], case.get("delay_ms", 0.0)
 
 
@@ -260,7 +263,7 @@ def main() -> None:
     if args.rank:
         model, rate, rounds, *engines = args.rank
         print(json.dumps(run_rank(model, engines, int(rounds), float(rate))), flush=True)
-        os._exit(0)  # engines of other libraries leave threads behind
+        os._exit(0)  # other libraries' engines leave threads running that would delay the exit
     if namespaces.missing():
         raise SystemExit(namespaces.missing())
     args.engines = args.engines or (CODED if args.coded else None)

@@ -4,11 +4,12 @@ python benchmarks/bench_kernels.py                          # print
 python benchmarks/bench_kernels.py --json                   # and write results/kernels.json
 python benchmarks/bench_kernels.py --sizes 1,16 --tables avx512 --only cast
 
-Sizes are those of the float32 side. Bytes are counted once read and once written, so that a copy of
-1 MiB moves 2 MiB. Buffers are reused from call to call: small ones stay in the caches, as slots do.
-Time is the thread's processor time, so that other processes disturb only through shared caches and
-memory; the time of a call without elements is taken off. All cases of a size take turns round by
-round, and a share is the quotient of one round. torch's own operations are measured beside them.
+A size sets the number of elements: as many as have this size in float32. Every byte counts once
+when it is read and once when it is written, so that a copy of 1 MiB moves 2 MiB. Buffers are reused
+from call to call: small buffers stay in the caches, as small slots do in training. Time is the
+thread's processor time, which other processes disturb only through shared caches and memory; the
+time of a call without elements is subtracted. All cases of a size take turns in each round, and a
+share is a quotient within one round. torch's own operations are measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ import torch
 from fsdpc import _probe
 
 MIB = 1 << 20
-MIN_SECONDS = 2e-3  # the least time of a measurement; small calls are repeated
-PLAIN_LIMIT_MIB = 16  # the plain table takes too long beyond
-MEMORY_LIMIT_MIB = 64  # beyond, 4 sources of float32 take too much memory
+MIN_SECONDS = 2e-3  # least time of a measurement; short calls are repeated until it is reached
+PLAIN_LIMIT_MIB = 16  # the plain table takes too long for larger sizes
+MEMORY_LIMIT_MIB = 64  # 4 sources of float32 take too much memory for larger sizes
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 Call = Callable[[], object]
 
 
 class Memory:
-    """Page-aligned buffers of `n` items on huge pages, filled with numbers; one per dtype and slot.
+    """Page-aligned buffers of `n` random elements, one per dtype and slot. Buffers of 2 MiB or more
+    are on huge pages.
 
     Args:
         n: elements of each buffer.
@@ -56,7 +58,7 @@ class Memory:
 
 
 def empty(dtype: str) -> torch.Tensor:
-    """A buffer without elements, to time the call itself."""
+    """Return a buffer without elements, to time the overhead of a call."""
     return torch.empty(0, dtype=getattr(torch, dtype))
 
 
@@ -64,7 +66,9 @@ Maker = Callable[[Callable[..., torch.Tensor], str | None], Call]
 
 
 def cast(src: str, dst: str, scale: float = 1.0) -> tuple[int, Maker]:
-    """Bytes per element, and what makes the call from buffers and a table."""
+    """Return the bytes moved per element, and a function that makes the call from the buffers and
+    the name of a kernel table (None: torch's own operation).
+    """
 
     def make(memory: Callable[..., torch.Tensor], table: str | None) -> Call:
         source, target = memory(src, 0), memory(dst, 9)
@@ -76,7 +80,7 @@ def cast(src: str, dst: str, scale: float = 1.0) -> tuple[int, Maker]:
 
 
 def scale_in_place(dtype: str) -> tuple[int, Maker]:
-    """x *= -1, so that values stay as they are in size."""
+    """Return the case x *= -1, which keeps the magnitudes of the values."""
 
     def make(memory: Callable[..., torch.Tensor], table: str | None) -> Call:
         x = memory(dtype, 0)
@@ -88,7 +92,7 @@ def scale_in_place(dtype: str) -> tuple[int, Maker]:
 
 
 def accumulate(src: str) -> tuple[int, Maker]:
-    """acc += src * 0.5 in float32."""
+    """Return the case acc += src * 0.5 in float32."""
 
     def make(memory: Callable[..., torch.Tensor], table: str | None) -> Call:
         acc, source = memory("float32", 9), memory(src, 0)
@@ -100,7 +104,7 @@ def accumulate(src: str) -> tuple[int, Maker]:
 
 
 def reduce(count: int, src: str, add: bool = False) -> tuple[int, Maker]:
-    """acc = (src[0] + src[1] + ...) * 0.5 in float32, or that added to acc."""
+    """Return the case acc = (src[0] + src[1] + ...) * 0.5 in float32, or acc += ... with `add`."""
 
     def torch_sum(acc: torch.Tensor, sources: list[torch.Tensor]) -> None:
         torch.add(sources[0], sources[1], out=acc)
@@ -118,7 +122,7 @@ def reduce(count: int, src: str, add: bool = False) -> tuple[int, Maker]:
 
 
 def norm(dtype: str) -> tuple[int, Maker]:
-    """Sum of squares in double, largest magnitude, flag; torch computes the norm in float32."""
+    """Return the case of a sum of squares in double; torch computes the norm in float32."""
 
     def make(memory: Callable[..., torch.Tensor], table: str | None) -> Call:
         x = memory(dtype, 0)
@@ -150,7 +154,7 @@ KERNELS: dict[str, tuple[int, Maker]] = {
 
 
 def seconds(call: Call, repeats: int) -> float:
-    """Mean processor time of `repeats` calls in a row, by this thread."""
+    """Return the mean processor time of this thread per call, over `repeats` calls in a row."""
     begin = time.thread_time()
     for _ in range(repeats):
         call()
@@ -158,12 +162,12 @@ def seconds(call: Call, repeats: int) -> float:
 
 
 def overhead_of(call: Call) -> float:
-    """Time of a call without elements."""
+    """Return the time of a call on buffers without elements."""
     return min(seconds(call, 200) for _ in range(5))
 
 
 def speed(call: Call, overhead: float, bytes_moved: int) -> Callable[[], float]:
-    """Returns what measures GB/s of a call once, after warming it up."""
+    """Warm up a call and return a function that measures its GB/s once."""
     call()
     once = seconds(call, 3)
     repeats = max(1, int(MIN_SECONDS / once))
@@ -175,7 +179,7 @@ def memcpy(dst: torch.Tensor, src: torch.Tensor, bytes_: int) -> Call:
 
 
 def measure_size(mib: float, tables: list[str], kernels: list[str], rounds: int) -> dict:
-    """Measures one size; see the module's text for what is in the result."""
+    """Measure one size; the module's docstring defines the figures in the result."""
     n = int(mib * MIB) // 4
     memory = Memory(n)
     a, b, c = (memory("float32", slot) for slot in (0, 1, 9))
@@ -218,7 +222,7 @@ def quotients(values: list[float], bases: list[float]) -> list[float]:
 
 
 def show(mib: float, result: dict, tables: list[str]) -> None:
-    """Prints one size: GB/s of each table, and the best table's shares."""
+    """Print one size: GB/s of each table, and the shares of the best table."""
     base, add = (result[key]["median"] for key in ("memcpy_gbps", "torch_add_gbps"))
     print(f"\n{mib:g} MiB of float32: memcpy {base:.1f} GB/s, torch add {add:.1f} GB/s")
     rows = []

@@ -1,4 +1,4 @@
-"""Steps of whole matrices on some ranks, against the unsharded step over their number.
+"""Time sharded steps of matrix optimizers against the unsharded step divided by the ranks.
 
 python benchmarks/bench_muon.py                      # print
 python benchmarks/bench_muon.py --json               # and write results/muon.json
@@ -7,14 +7,16 @@ python benchmarks/bench_muon.py --world 4 --width 512 --only float32 --json
                                                      # results/muon_4ranks_float32.json
 python benchmarks/bench_muon.py --optimizer SOAP     # or Shampoo, Adafactor
 
-The model is the matrices of a GPT: --blocks blocks of width --width. All cases have
-random gradients, and take turns in the same processes of one thread. A turn of SOAP and Shampoo is
---every steps, of which the last one computes bases or roots; their times are those of a step.
-"unsharded" is the step of the whole model, torch's where torch has the class, which all ranks do at
-the same time, so that as many cores are busy. A time is the processor time of the process that
-takes more of it, with its threads that send; a share divides by the unsharded step of the same
-round over the number of ranks. "moved" is what a rank sends in a step over what one reduce-scatter
-and one all-gather of float32 matrices send.
+The model consists of the matrices of a GPT: --blocks blocks of width --width. All cases have random
+gradients and take turns in the same single-threaded processes. A turn of SOAP and Shampoo is
+--every steps, the last of which computes bases or roots; its time is divided by --every.
+"unsharded" is the step of the whole model. The reference is "unsharded, torch" if torch has the
+class, else "unsharded"; for cases in float32 the reference is "unsharded, float32". All ranks run
+the unsharded step at the same time, so that as many cores are busy as in the other cases. A time is
+the processor time of the rank that takes most, including its threads that send. A share is the time
+divided by (the reference's time in the same round / the number of ranks). "moved" is the most that
+a rank sends in a step, divided by what a rank sends in one reduce-scatter and one all-gather of
+float32 matrices.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ PERIODIC = ("SOAP", "Shampoo")
 
 
 class Block(nn.Module):
-    """A block's matrices; its forward only serves to reach all of them."""
+    """The matrices of a block. The forward uses all of them, so that each one gets a gradient."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -76,7 +78,7 @@ def wrapped(made: nn.Sequential) -> nn.Module:
 
 
 def cases_of(given: argparse.Namespace) -> dict[str, Any]:
-    """Optimizers by name, first the one whose step the others are compared with."""
+    """Return the optimizers by name. The reference is the step of the first optimizer."""
 
     def new() -> nn.Sequential:
         return model(given.blocks, given.width)
@@ -89,7 +91,7 @@ def cases_of(given: argparse.Namespace) -> dict[str, Any]:
     flat = wrapped(new())
     flat(torch.ones(1, given.width)).sum().backward()  # makes gradients of the shards' shapes
     for grad in (param.grad for param in flat.parameters() if param.grad is not None):
-        grad.normal_()  # decompositions of degenerate matrices take longer
+        grad.normal_()  # because decompositions of degenerate matrices take longer
     found = {} if beside is None else {"unsharded, torch": beside(with_gradients(new()))}
     found |= {
         "unsharded": kind(with_gradients(new()), **every),
@@ -114,7 +116,7 @@ def others_of_muon(new: Callable[[], nn.Sequential]) -> dict[str, Any]:
 
 
 def timed(optimizer: Any) -> float:
-    """Seconds of a step; where bases or roots are computed, the mean until the next time."""
+    """Return the seconds of a step, averaged over the steps between two computations of bases."""
     dist.barrier()
     steps = optimizer.param_groups[0].get("precondition_frequency", 1)
     begin = time.process_time()
@@ -126,7 +128,9 @@ def timed(optimizer: Any) -> float:
 
 
 def sent(optimizer: Any) -> float:
-    """What a rank sends, over what one reduce-scatter and one all-gather of float32 send."""
+    """Return the most bytes that a rank sends in a step, divided by the bytes that a rank sends in
+    one reduce-scatter and one all-gather in float32.
+    """
     [route] = optimizer._routes
     rank, world = dist.get_rank(), dist.get_world_size()
     there = sum(count for r in route.rounds for to, count in enumerate(r.sent) if to != rank)

@@ -1,14 +1,15 @@
-"""Optimizer steps with states on a disk, beside reading and writing the same bytes, and in memory.
+"""Time optimizer steps with states on a disk, beside steps in memory and plain reads and writes.
 
 python benchmarks/bench_offload.py                        # print
 python benchmarks/bench_offload.py --json                 # and write results/offload.json
 python benchmarks/bench_offload.py --folder /mnt/nvme --millions 200
 
-One process, one thread, AdamW in float32 on parameters of --tensor elements. "raw" reads and writes
-the file's bytes in the same chunks, buffers and order without a step: by the extension, and by
-threads of this script with preadv and pwritev past the page cache (another program's view of the
-disk). Cases take turns round by round; a share is the quotient of one round, and the table shows
-medians. Seconds are those of a clock on the wall: the machine must be quiet.
+One process with one thread runs AdamW in float32 on parameters of --tensor elements. "raw" reads
+and writes the file as a step does, in the same chunks, buffers and order, but computes nothing.
+"raw by threads" shows what another program would get from the disk: threads of this script read and
+write as many bytes with preadv and pwritev past the page cache. Cases take turns in each round; a
+share is a quotient within one round, and the table shows medians. Seconds are wall-clock time, so
+no other process should use the machine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DEPTH = 16
 
 
 def parameters(count: int, numel: int) -> list[nn.Parameter]:
-    """Parameters with gradients."""
+    """Return parameters that have gradients."""
     made = [nn.Parameter(torch.randn(numel)) for _ in range(count)]
     for param in made:
         param.grad = torch.randn(numel)
@@ -41,7 +42,7 @@ def parameters(count: int, numel: int) -> list[nn.Parameter]:
 
 
 class Raw:
-    """``DEPTH`` threads that read and write requests of a file of their own."""
+    """``DEPTH`` threads that read and write a temporary file in requests of ``REQUEST`` bytes."""
 
     def __init__(self, folder: str, nbytes: int) -> None:
         self.nbytes = nbytes // REQUEST * REQUEST
@@ -61,7 +62,7 @@ class Raw:
 
 
 def nothing(chunk: Any, buffer: Any) -> None:
-    """A step that changes nothing."""
+    """Do nothing, in place of a step on one chunk."""
 
 
 def timed(call: Callable[[], Any]) -> Callable[[], float]:
@@ -95,7 +96,7 @@ def main() -> None:
     made = {name: optim.AdamW(params, offload=disk) for name, disk in disks.items()}
     made["memory"] = optim.AdamW(params)
     for optimizer in made.values():
-        optimizer.step()  # writes every byte of its file once
+        optimizer.step()  # if the states are in a file, this writes every byte of the file
     store = made["io_uring"]._store
     assert store is not None
     raw = Raw(options.folder, store.end)

@@ -1,28 +1,28 @@
-"""Speed of the optimizers' steps on one thread, beside STREAM triad and torch's own steps.
+"""Speed of the optimizers' steps on one thread, beside STREAM's triad and torch's own steps.
 
 python benchmarks/bench_optim.py                     # print
 python benchmarks/bench_optim.py --json              # and write results/optim.json
 python benchmarks/bench_optim.py --only AdamW --numel 1000000
 python benchmarks/bench_optim.py --only "^AdamW(, ave|$)" --steps 10m --name optim_average --json
 
-"big" is one parameter of --numel elements, "small" --tensors parameters of --small elements each.
-All cases of one dtype step the same parameters with the same gradients and states of one name,
-because memory differs in speed from place to place. They take turns round by round in one process,
-and a share is the quotient of one round. Time is the thread's processor time. Bytes are what a
-step must read and write at least: parameter, gradient and states once each (the gradients twice for
-a norm).
-bitsandbytes' and torchao's 8-bit AdamW take part where they are installed; torchao's is compiled by
-torch.compile in its first step.
-The triad, a = b + s * c on float32 arrays of the same size, moves 12 bytes per element. "in place"
-is what memory gives to a step: the rate of the one with the least arithmetic, SGD with momentum of
-one large parameter (20 bytes per element).
+"big" is one parameter of --numel elements; "small" is --tensors parameters of --small elements
+each. All cases of one dtype share parameters, gradients and the states that have the same name,
+because the speed of memory differs from place to place. Cases take turns in each round in one
+process, and a share is a quotient within one round. Time is the thread's processor time. The bytes
+of a step are the least that the step must move: it reads and writes parameters and states once, and
+reads gradients once, or twice if it computes a norm. bitsandbytes' and torchao's 8-bit AdamW take
+part if they are installed; torchao's is compiled by torch.compile in its first step. The triad
+moves 12 bytes per element: a = b + s * c on float32 arrays of the same size. "in place" is the
+memory rate that a step can reach: the rate of the step with the least arithmetic, SGD with momentum
+on one large parameter (20 bytes per element).
 
-"scaler, clip, cast" is a step with loss scaling (infinities found, gradients divided by the
-scale), the global norm, clipping and the parameters' copy in bfloat16 for mixed precision.
+"scaler, clip, cast" is a step with loss scaling (gradients are checked for infinities and divided
+by the scale), the global norm, clipping and a copy of the parameters in bfloat16 for mixed
+precision.
 
-The last table is whole training steps of bench_step.py's models on two ranks of fsdpc, whose
-optimizer is torch's fused AdamW or fsdpc's, the latter also with an exponential average (--steps ""
-leaves them out).
+The last table shows whole training steps of bench_step.py's models on two ranks of fsdpc. The
+optimizer is torch's fused AdamW, fsdpc's AdamW, or fsdpc's with an exponential average. --steps ""
+leaves this table out.
 """
 
 from __future__ import annotations
@@ -47,16 +47,19 @@ MIN_SECONDS = 0.02  # the least time of one measurement
 Call = Callable[[], Any]
 
 F32, BF16 = torch.float32, torch.bfloat16
-PLAIN, CLIP, SCALER = range(3)  # what happens beside the step
+# What a case times: the step alone, the step with clipping, or the step with loss scaling, clipping
+# and copies in bfloat16.
+PLAIN, CLIP, SCALER = range(3)
 
 
 def averaged(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Adds an exponential average of the parameters to the optimizer."""
+    """Add an exponential average of the parameters to the optimizer."""
     optim.Average(optimizer)
     return optimizer
 
 
-# Name, bytes per parameter, dtype, what makes the optimizer, what happens beside the step.
+# By case: bytes that a step moves per parameter, dtype, a function that makes the optimizer, and
+# what the case times.
 STEPS: dict[str, tuple[float, torch.dtype, Callable[[Any], Any], int]] = {
     "AdamW": (28, F32, lambda p: optim.AdamW(p), PLAIN),
     "torch AdamW fused": (28, F32, lambda p: torch.optim.AdamW(p, fused=True), PLAIN),
@@ -84,7 +87,7 @@ STEPS: dict[str, tuple[float, torch.dtype, Callable[[Any], Any], int]] = {
 
 
 def peer(module: str, name: str) -> Callable[[Any], Any] | None:
-    """Another library's optimizer, or None where that is not installed or does not load."""
+    """Return another library's optimizer, or None if the library is missing or does not load."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, OSError, RuntimeError, AttributeError):
@@ -100,7 +103,7 @@ STEPS |= {
     for name, make in PEERS.items()
     if make is not None
 }
-# The case that each one's time is compared with, if that case is measured.
+# Pairs of a case and the case that its time is compared with, if both are measured.
 RIVALS = {
     "AdamW": "torch AdamW fused",
     "AdamW, average": "AdamW",
@@ -115,7 +118,7 @@ RIVALS = {
 
 @functools.cache
 def parameters(dtype: torch.dtype, count: int, numel: int) -> list[nn.Parameter]:
-    """Parameters with gradients, each on pages of its own; several cases share them."""
+    """Return parameters with gradients, which all cases of these sizes and dtype share."""
     made = []
     for _ in range(count):
         param = nn.Parameter(torch.randn(numel).to(dtype))
@@ -128,7 +131,7 @@ STATES: dict[tuple[nn.Parameter, str, torch.dtype], torch.Tensor] = {}
 
 
 def share_states(params: list[nn.Parameter], optimizer: Any) -> None:
-    """Make the states, and give the optimizer those that an earlier case has made."""
+    """Make an optimizer's states, and replace them by equally named states of earlier cases."""
     optimizer.step()
     for param in params:
         state = optimizer.state[param]
@@ -138,7 +141,11 @@ def share_states(params: list[nn.Parameter], optimizer: Any) -> None:
 
 
 def step_call(name: str, count: int, numel: int) -> Call:
-    """Returns what makes one step, with what happens beside it; the norm changes little."""
+    """Return a function that makes one step, with clipping or loss scaling if ``STEPS`` says so.
+
+    torch clips the shared gradients in place. After the first clip the norm is near the limit, so
+    that later clips hardly change the gradients.
+    """
     _, dtype, make, beside = STEPS[name]
     params = parameters(dtype, count, numel)
     optimizer = make(params)
@@ -159,11 +166,13 @@ def step_call(name: str, count: int, numel: int) -> Call:
 
 
 def scaler_call(params: list[nn.Parameter], optimizer: Any, ours: bool) -> Call:
-    """A step with loss scaling and clipping, and the copies in bfloat16 of all parameters. torch
-    divides the same gradients again in each step: the scale alternates between 2 and 1/2.
+    """Return a step with loss scaling, clipping and copies of all parameters in bfloat16.
+
+    torch divides the same gradients by the scale in place in each step. So the scale alternates
+    between 2 and 1/2, and the gradients keep their size.
     """
     scaler = ShardedGradScaler("cpu", init_scale=2.0, growth_interval=1 << 30)
-    scaler.scale(torch.zeros(()))  # makes the scale
+    scaler.scale(torch.zeros(()))  # creates the tensor that holds the scale
     copies = [torch.empty_like(param, dtype=BF16) for param in params]
     if ours:
         optimizer.write_copies(dict(zip(params, copies, strict=True)))
@@ -184,18 +193,18 @@ def scaler_call(params: list[nn.Parameter], optimizer: Any, ours: bool) -> Call:
 
 
 def triad_call(count: int, numel: int) -> Call:
-    """STREAM's triad by torch, on float32 arrays."""
+    """Return STREAM's triad on float32 arrays, computed by torch."""
     a, b, c = (torch.randn(count * numel) for _ in range(3))
     return lambda: torch.add(b, c, alpha=0.5, out=a)
 
 
 def in_place_call(count: int, numel: int) -> Call:
-    """A step's reads and writes, 20 bytes per element, with next to no arithmetic."""
+    """Return the step with the least arithmetic, which reads and writes 20 bytes per element."""
     return step_call("SGD momentum", 1, count * numel)
 
 
 def seconds(call: Call) -> float:
-    """Processor seconds of one call; short ones are repeated."""
+    """Return the processor seconds of one call; short calls are repeated and averaged."""
     done, start = 0, time.thread_time()
     while True:
         call()
@@ -206,10 +215,10 @@ def seconds(call: Call) -> float:
 
 
 def measure(names: list[str], count: int, numel: int, rounds: int) -> dict[str, Any]:
-    """ns per parameter, GB/s, and shares of two rates of memory and of torch's time."""
+    """Return by case: ns per parameter, GB/s, shares of two memory rates, time / rival's time."""
     calls = {"triad": triad_call(count, numel), "in place": in_place_call(count, numel)}
     calls |= {name: step_call(name, count, numel) for name in names}
-    for call in calls.values():  # makes states and touches every page
+    for call in calls.values():  # warm-up: make the states and touch every page
         call()
         call()
     cases = {name: (lambda call=call: seconds(call)) for name, call in calls.items()}
@@ -257,7 +266,7 @@ def show(title: str, results: dict[str, Any]) -> None:
 
 
 def whole_steps(model: str, rounds: int) -> dict[str, Any]:
-    """Milliseconds of a training step by each optimizer, of the slower rank; their quotients."""
+    """Return the slower rank's milliseconds of a training step by optimizer, and their ratios."""
     names = ["fsdpc-torch-fused", "fsdpc-optim", "fsdpc-optim-average"]
     found = bench_step.run_ranks(bench_step.time_job, 2, model, names, rounds)
     seconds = [found["seconds"][name] for name in names]

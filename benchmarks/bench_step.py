@@ -1,29 +1,30 @@
-"""Times training steps of fsdpc, FSDP1, FSDP2 and an unsharded local copy in the same run.
+"""Time training steps of fsdpc, FSDP1, FSDP2 and an unsharded local copy in the same run.
 
     python benchmarks/bench_step.py --model 10m,10m-bf16
     python benchmarks/bench_step.py --model tiny --parts host --engines fsdpc,local --json
 
-Three parts, each with the process structure that its question needs:
+The benchmark has three parts, and each part runs the engines in the processes that it needs:
 
-time    All engines live in the same two ranks, and rounds go through them in turn (a different
-        engine first each round), so that an engine and `local`, by whose time it is divided, see
-        the same machine within seconds. A round times a few steps from a barrier until the slower
+time    All engines run in the same two ranks and take turns in each round; another engine is first
+        in each round. So an engine and `local`, by whose time the engine's time is divided, run
+        within seconds of each other. A round times a few steps from a barrier until the slower
         rank is done. Before the first round, three steps on fixed data warm up and compare the
-        losses; there local copies average their gradients, in timed rounds they talk to nobody.
-memory  Memory has to be an engine's own, so each gets two fresh ranks. This process reads both
-        ranks' PSS every few milliseconds during four steps. Shown is what
-        lies above the PSS of a process that has imported everything; a page that both ranks map
+        losses. In these steps the local copies average their gradients; in timed rounds they do
+        not communicate.
+memory  Each engine gets two fresh ranks, so that no other engine's memory counts. The parent
+        process reads both ranks' PSS every few milliseconds during four steps. The table shows the
+        memory above the PSS of a process that has imported everything; a page that both ranks map
         counts half in each.
-host    Forward and backward without communication and waiting; what the plain module takes in the
-        same round is subtracted and the rest divided by the number of units. FSDP1 and FSDP2 run
-        on torch's fake process group of two ranks, whose collectives do nothing. fsdpc runs on two
-        real ranks over shared memory, less the time that its trace says it waited; the copies and
-        sums of its collectives are still in the figure. `fsdpc-alone` is fsdpc on a group of one
-        rank: every hook, swap and gradient copy, but nobody to talk to. `fsdpc-c10d` is fsdpc on
-        the fake group, where it calls torch.distributed for each collective. `-flat` has
-        `use_orig_params=False`, and `fsdpc2` is fsdpc behind `fully_shard`. `fsdpc-events` and
-        `fsdpc-tensors` (part `time`) train inside fsdpc.profile_memory, without and with
-        tensors.
+host    Time of forward and backward without communication and waiting. The plain module's time in
+        the same round is subtracted, and the rest is divided by the number of units. FSDP1 and
+        FSDP2 run on torch's fake process group of two ranks, whose collectives do nothing. fsdpc
+        runs on two real ranks over shared memory, and the waits that its trace records are
+        subtracted; the copies and sums of its collectives still count. `fsdpc-alone` is fsdpc on
+        a group of one rank: it runs every hook, swap and gradient copy, but does not communicate.
+        `fsdpc-c10d` is fsdpc on the fake group, where it calls torch.distributed for each
+        collective. The suffix `-flat` means `use_orig_params=False`, and `fsdpc2` is
+        `fsdpc.fully_shard`. `fsdpc-events` and `fsdpc-tensors` (only in the part `time`) train
+        inside fsdpc.profile_memory with `tensors=False` and `tensors=True`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ DEFAULT_PARTS = {
     "85m": "time,memory",
     "tiny": "time,host",
 }
-MEMORY_KEYS = ("steady", "peak")  # memory between two steps, and the most during steps
+MEMORY_KEYS = ("steady", "peak")  # memory between two steps, and the peak during steps
 WARMUP_STEPS = 3
 MEMORY_STEPS = 4
 SAMPLE_SECONDS = 0.005
@@ -56,14 +57,14 @@ DEADLINE = 900  # seconds for one launch of ranks
 
 
 def pss_mb(pid: int | str) -> float:
-    """Returns a process's proportional set size in MB: shared pages are split over their users."""
+    """Return a process's proportional set size in MB: shared pages are split over their users."""
     with open(f"/proc/{pid}/smaps_rollup") as rollup:
         lines = [line.split() for line in rollup]
     return next(int(words[1]) for words in lines if words[0] == "Pss:") * 1024 / 1e6
 
 
 def start_rank(rank: int, world: int, folder: str, backend: str = "gloo") -> None:
-    """Makes this process a rank with one thread."""
+    """Make this process a rank with one thread."""
     import torch
     import torch.distributed as dist
 
@@ -87,9 +88,10 @@ def run_ranks(
     *arguments: object,
     watch: Callable[[list[int], Connection], dict] | None = None,
 ) -> dict:
-    """Runs job(rank, world, folder, connection, *arguments) in fresh processes.
+    """Run job(rank, world, folder, connection, *arguments) in fresh processes.
 
-    Returns what rank 0 sent through the connection, or what `watch` made of pids and connection.
+    Return what `watch(pids, connection)` returns, or without `watch` what rank 0 sends through the
+    connection.
     """
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -121,7 +123,7 @@ def run_ranks(
 def time_job(
     rank: int, world: int, folder: str, out: Connection, model: str, names: list[str], rounds: int
 ) -> None:
-    """One rank of the part `time`; rank 0 sends losses and seconds per step."""
+    """Run one rank of the part `time`; rank 0 sends the losses and the seconds per step."""
     start_rank(rank, world, folder)
     from engines import WORKLOADS, build
 
@@ -144,7 +146,7 @@ def time_job(
 
 
 def warm_up(training: object, work: object, average: bool) -> list[float]:
-    """Takes the first steps, other data on each rank; returns the losses averaged over ranks."""
+    """Take the first steps with different data on each rank; return losses averaged over ranks."""
     import torch.distributed as dist
     from engines import random_batch
 
@@ -168,8 +170,8 @@ def warm_up(training: object, work: object, average: bool) -> list[float]:
 
 
 def time_round(training: object, work: object, turn: int) -> tuple[float, float]:
-    """Returns seconds per step, from a barrier to the end of the slower rank, and processor seconds
-    per step and rank, which other processes on the machine do not add to.
+    """Return the seconds per step, from a barrier to the end of the slower rank, and the processor
+    seconds per step and rank. Other processes on the machine do not add to processor seconds.
     """
     import torch
     import torch.distributed as dist
@@ -189,7 +191,7 @@ def time_round(training: object, work: object, turn: int) -> tuple[float, float]
 
 
 def end_rank() -> None:
-    """Leaves without the interpreter's teardown, which some engines' threads make slow."""
+    """End this process without the interpreter's teardown, which threads of engines make slow."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -201,7 +203,7 @@ def end_rank() -> None:
 
 
 def memory_job(rank: int, world: int, folder: str, out: Connection, model: str, name: str) -> None:
-    """One rank of the part `memory`; rank 0 tells the parent how far it is."""
+    """Run one rank of the part `memory`; rank 0 sends the parent the name of each phase."""
     start_rank(rank, world, folder)
     import torch.distributed as dist
     from engines import WORKLOADS, build, random_batch
@@ -227,7 +229,7 @@ def memory_job(rank: int, world: int, folder: str, out: Connection, model: str, 
 
 
 def import_all(name: str) -> None:
-    """Imports what the engine imports and runs a tiny matmul, so that libraries do not count."""
+    """Import what the engine imports and run a tiny matmul, before the baseline is measured."""
     import torch
     import torch.distributed.fsdp
 
@@ -238,7 +240,9 @@ def import_all(name: str) -> None:
 
 
 def watch_memory(pids: list[int], connection: Connection) -> dict:
-    """Answers each phase and samples PSS; returns MB per rank, averaged over the ranks."""
+    """Read PSS at each phase, and sample PSS between "warm" and "steady"; return MB averaged over
+    the ranks.
+    """
     figures: dict[str, float] = {}
     peak, sampling = 0.0, False
     while "steady" not in figures:
@@ -259,7 +263,7 @@ def watch_memory(pids: list[int], connection: Connection) -> dict:
 def fake_job(
     rank: int, world: int, folder: str, out: Connection, model: str, names: list[str], rounds: int
 ) -> None:
-    """Host time on a process group whose collectives do nothing: all engines in one process."""
+    """Measure host time in one process, on a process group whose collectives do nothing."""
     start_rank(rank, 2, folder, backend="fake")
     from engines import WORKLOADS, build
 
@@ -272,7 +276,7 @@ def fake_job(
 def alone_job(
     rank: int, world: int, folder: str, out: Connection, model: str, names: list[str], rounds: int
 ) -> None:
-    """Host time on a group of one rank: no communication at all."""
+    """Measure host time on a group of one rank, which does not communicate."""
     start_rank(rank, 1, folder)
     from engines import WORKLOADS, build
 
@@ -285,7 +289,7 @@ def alone_job(
 def shared_job(
     rank: int, world: int, folder: str, out: Connection, model: str, names: list[str], rounds: int
 ) -> None:
-    """Host time of one of two real ranks over shared memory; rank 0 reports its own."""
+    """Measure host time on two real ranks over shared memory; rank 0 sends its own times."""
     start_rank(rank, world, folder)
     from engines import WORKLOADS, build
 
@@ -298,7 +302,7 @@ def shared_job(
 
 
 def host_rounds(trainings: dict, work: object, rounds: int) -> dict[str, list[float]]:
-    """Returns seconds of forward + backward, less waiting, for each engine in turn."""
+    """Return each engine's seconds of forward and backward without waits. Engines take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in trainings}
     for turn in range(rounds + WARMUP_STEPS):
         for name, training in trainings.items():
@@ -309,15 +313,16 @@ def host_rounds(trainings: dict, work: object, rounds: int) -> dict[str, list[fl
 
 
 def host_once(training: object, work: object) -> float:
-    """Returns seconds of one forward and backward, less what fsdpc's trace says of waits. The
-    optimizer steps untimed: a pass over parameters that have not changed does other work.
+    """Return the seconds of one forward and backward without the waits that fsdpc's trace records.
+    The optimizer's step is not timed, but must run, because fsdpc notices whether parameters have
+    changed, and does other work if they have not.
     """
     import torch.distributed as dist
     from engines import random_batch
 
     batch = random_batch(work, 0)
     host = getattr(training.model, "_fsdpc_host", training.model)
-    tree = getattr(host, "_tree", None)  # fsdpc's, after the first forward
+    tree = getattr(host, "_tree", None)  # None for other engines and before the first forward
     if tree is not None:
         tree.clear_trace()
     dist.barrier()
@@ -335,7 +340,7 @@ def host_once(training: object, work: object) -> float:
 
 
 def report_time(result: dict, tokens: int) -> dict:
-    """Turns seconds per round into step time, ratio to local within the round, and tokens/s."""
+    """Turn seconds per round into step time, ratio to `local` in the same round, and tokens/s."""
     engines = {}
     for name, seconds in result["seconds"].items():
         engines[name] = {
@@ -352,7 +357,7 @@ def report_time(result: dict, tokens: int) -> dict:
 
 
 def report_host(result: dict) -> dict:
-    """Turns seconds into microseconds per unit over the plain module, within the same round."""
+    """Turn seconds into microseconds per unit above the plain module's time in the same round."""
     floor, units, engines = result["seconds"]["local"], result["units"], {}
     for name, seconds in result["seconds"].items():
         extra = [1e6 * (a - b) / units for a, b in zip(seconds, floor, strict=True)]
@@ -364,7 +369,7 @@ def report_host(result: dict) -> dict:
 
 
 def loss_difference(engines: dict) -> float | None:
-    """Returns the largest difference between any two engines' warm-up losses."""
+    """Return the largest difference between any two engines' warm-up losses."""
     curves = [engine["losses"] for engine in engines.values() if "losses" in engine]
     if len(curves) < 2:
         return None
@@ -372,7 +377,7 @@ def loss_difference(engines: dict) -> float | None:
 
 
 def print_engines(engines: dict) -> None:
-    """Prints medians and quartiles, one engine a line."""
+    """Print medians and quartiles, with one line per engine."""
     head = ["engine", "step ms", "q1..q3", "x local", "q1..q3", "cpu ms", "tokens/s"]
     head += ["MB", "peak MB", "us/unit"]
     rows = []
@@ -393,7 +398,7 @@ def print_engines(engines: dict) -> None:
 
 
 def median_and_quartiles(values: dict | None, digits: int) -> tuple[str, str]:
-    """Shows a spread as two cells."""
+    """Format a spread as two cells: the median, and the quartiles."""
     if values is None:
         return "-", "-"
     return f"{values['median']:.{digits}f}", f"{values['q1']:.{digits}f}..{values['q3']:.{digits}f}"
@@ -421,7 +426,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def measure(model: str, names: list[str], parts: list[str], rounds: int) -> dict:
-    """Runs the parts for one model; returns the sizes and each engine's figures."""
+    """Run the parts for one model; return the sizes and each engine's figures."""
     engines: dict[str, dict] = {name: {} for name in names}
     sizes: dict = {}
     if "time" in parts:
@@ -438,7 +443,9 @@ def measure(model: str, names: list[str], parts: list[str], rounds: int) -> dict
 
 
 def measure_host(model: str, names: list[str], rounds: int) -> dict[str, dict]:
-    """Runs the part `host`: fsdpc on real ranks; fsdpc and other engines on a fake group."""
+    """Run the part `host`: fsdpc and fsdpc2 on real ranks, fsdpc alone on one rank, and all engines
+    except fsdpc2 on a fake group.
+    """
     ours = [name for name in names if name in ("fsdpc", "fsdpc2")]
     fake = [f"{name}-c10d" if name == "fsdpc" else name for name in names if name != "fsdpc2"]
     fake += ["fsdp1-flat"] if "fsdp1" in names else []
@@ -454,7 +461,7 @@ def measure_host(model: str, names: list[str], rounds: int) -> dict[str, dict]:
 
 
 def merge(engines: dict[str, dict], more: dict[str, dict]) -> None:
-    """Adds one part's figures to those of the other parts."""
+    """Add the figures ``more`` of one part to ``engines``, which has those of earlier parts."""
     for name, figures in more.items():
         engines.setdefault(name, {}).update(figures)
 

@@ -1,15 +1,16 @@
-"""Saves and loads through an S3 server beside the local disk (`fsdpc.checkpoint` on URLs).
+"""Time saves and loads through an S3 server beside the local disk (`fsdpc.checkpoint` on URLs).
 
     pip install s3fs "moto[server]"
     python benchmarks/bench_storage.py
 
-Two ranks with a GPT (`--model 10m`) and AdamW's moments; moto's server runs as a process of its own
-and keeps everything in memory. "upload" and "download" are `s3fs` alone: the saved files by one
-process. moto reads an object whole for each range of it that is asked for, so that loads, which
-ask for ranges of 8 MiB, take it longer the larger the files are. Ranks and server share the
-machine's cores: figures are of this client and this server.
-`--kills N`: as often, a rank is killed at a random time in a save; afterwards the newest checkpoint
-is loaded and verified, and all of the time a process that looks for checkpoints opens each it sees.
+Two ranks save and load a GPT (`--model 10m`) with AdamW's moments. moto's server runs as a process
+of its own and keeps everything in memory. "upload" and "download" use only `s3fs`: one process
+copies the saved files. moto reads a whole object for each requested range, and loads request ranges
+of 8 MiB, so a load's time per byte grows with the size of the files. The ranks and the server share
+the machine's cores, so the figures hold only for this client with this server.
+`--kills N` kills a rank N times, each time at a random moment while the ranks save. After each kill
+the newest checkpoint is loaded and verified. Meanwhile another process verifies the latest
+checkpoint again and again.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ BUCKET = "s3://weights"
 
 @contextmanager
 def server() -> Iterator[None]:
-    """Runs moto's S3 server with a bucket."""
+    """Run moto's S3 server with an empty bucket."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -122,7 +123,7 @@ def job(rank: int, world: int, folder: str, out: Connection, model: str, rounds:
 
 
 def keep_saving(rank: int, store: str, folder: str, first: int) -> None:
-    """A rank that saves steps; every element of a step's weights is the step's number."""
+    """Save steps as one rank; every element of the weights is the number of the step."""
     os.environ["FSDPC_TIMEOUT"] = "20"
     start_rank(rank, 2, store)
     import torch
@@ -144,7 +145,7 @@ def keep_saving(rank: int, store: str, folder: str, first: int) -> None:
 
 
 def look(out: Connection) -> None:
-    """Verifies the latest checkpoint again and again, until it is told to stop."""
+    """Verify the latest checkpoint again and again, until the parent sends a message."""
     from fsdpc import checkpoint
     from fsdpc.checkpoint.verify import verify
 
@@ -162,7 +163,7 @@ def look(out: Connection) -> None:
         except Exception as error:
             now = keeper.latest()
             if now != path:
-                gone += 1  # it was removed, because newer ones are there
+                gone += 1  # the checkpoint was removed, because newer ones exist
             else:
                 bad.append(repr(error))
     out.send((good, gone, bad))

@@ -1,15 +1,16 @@
-"""Times sets of weights of two ranks (`fsdpc.checkpoint.stream`) beside a copy of memory.
+"""Time streams of the weights of two ranks (`fsdpc.checkpoint.stream`) beside a copy of memory.
 
     python benchmarks/bench_stream.py
 
-The model is a GPT of 85 M parameters (`--model 85m`), sharded over two ranks. Bytes per second are
-of the set, beside a copy of as many bytes by one thread into memory that was touched, in the same
-round. "iterate" does nothing with the tensors; "into a model" copies them into an unsharded model
-of the same process. "publish" has a reader in a process of its own, which does nothing with the
-tensors, or copies them into its model. Memory is what the process has more at its peak (PSS, read
-every few milliseconds) than before the first set; a reader's own model is there before that.
-`--torn N`: N sets of a small model, whose elements are all the set's number, by ranks and a reader
-that sleep at random, checked by the reader.
+The model is a GPT of 85 M parameters (`--model 85m`), sharded over two ranks. A set is all weights
+of one step. Bytes per second are those of the whole set, and are compared with a copy of as many
+bytes by one thread into memory that was touched before ("memcpy"). "iterate" does nothing with the
+tensors; "into a model" copies them into an unsharded model of the same process. "publish" sends the
+tensors to a reader in a process of its own. The reader does nothing with the tensors, or copies
+them into its model. Memory is the largest growth of the process's memory, measured as in
+bench_checkpoint.py; the model of a reader is allocated before the measurement begins. `--torn N`
+publishes N sets of a small model, in which every element is the number of the set. The ranks and
+the reader sleep at random times, and the reader checks that no set mixes two numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BUCKETS = (256 << 20, 32 << 20)
 
 
 def reader(path: str, model: str | None, out: Connection) -> None:
-    """A process that takes every set, into an unsharded `model` if given; sends its peak memory."""
+    """Read every set, into an unsharded `model` if given, and send this process's peak memory."""
     import torch
     from engines import plain_model
 
@@ -107,7 +108,7 @@ def job(rank: int, world: int, folder: str, out: Connection, model: str, rounds:
             process = mp.get_context("spawn").Process(target=reader, args=(path, held, theirs))
             process.daemon = False
             if rank == 0:
-                mp.current_process()._config["daemon"] = False  # so that it may have children
+                mp.current_process()._config["daemon"] = False  # a daemon may not have children
                 process.start()
             with checkpoint.stream(sharded, **options) as tap:
                 publish = partial(tap.publish, path, deadline=120)
@@ -123,7 +124,7 @@ def job(rank: int, world: int, folder: str, out: Connection, model: str, rounds:
 
 
 def torn_job(rank: int, world: int, folder: str, out: Connection, sets: int) -> None:
-    """Ranks 0 and 1 publish, rank 2 reads."""
+    """Publish sets of weights on ranks 0 and 1, and check them on rank 2, the reader."""
     start_rank(rank, world, folder)
     import torch
     import torch.distributed as dist

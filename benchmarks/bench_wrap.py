@@ -1,14 +1,15 @@
-"""Times wrapping a model by fsdpc and by torch's FSDP1 in the same two ranks.
+"""Time wrapping a model by fsdpc and by torch's FSDP1 in the same two ranks.
 
     python benchmarks/bench_wrap.py --model 5,33,200
     python benchmarks/bench_wrap.py --model 33 --first --json
 
 A round makes a new model for each class (not timed), waits at a barrier, and times the constructor
-with a wrap policy, then the first forward, where both classes set up what is once per model. A time
-is that of the slower rank; a ratio divides by FSDP1's time in the same round; "cpu" is processor
-time per rank of the constructor, which other programs do not add to. A model is dropped before the
-next one is made. With ``--first`` each round wraps over a new process group, so that
-fsdpc's time includes making the group's communicator; otherwise the group has one already.
+with a wrap policy. Then it times the first forward, in which both classes do the setup that is
+needed once per model. A time is that of the slower rank; a ratio divides by FSDP1's time in the
+same round. "cpu" is the processor time of the constructor on rank 0, to which other programs do not
+add. A model is dropped before the next one is made. With ``--first`` each round wraps over a new
+process group, so that fsdpc's time includes making the group's communicator; otherwise the group
+already has one.
 
 Models are GPTs: `5`, `33` and `200` units of 12 small parameters (width 32), and `85m` with 13
 units of width 768, where moving the values is most of the work.
@@ -30,7 +31,7 @@ PARTS = ("wrap", "cpu", "forward")
 
 
 def workload(model: str) -> object:
-    """The model's sizes, and one short sequence as its batch."""
+    """Return the model's sizes, and one short sequence as its batch."""
     from engines import GPTConfig, Workload
 
     layers, width = MODELS[model]
@@ -41,7 +42,7 @@ def workload(model: str) -> object:
 def wrap_job(
     rank: int, world: int, folder: str, out: Connection, model: str, first: bool, rounds: int
 ) -> None:
-    """One rank; rank 0 sends the seconds of each round, by class and part."""
+    """Time all rounds on one rank; rank 0 sends the seconds of each round by class and part."""
     start_rank(rank, world, folder)
     work = workload(model)
     names = ["fsdpc", "fsdp1"]
@@ -57,7 +58,9 @@ def wrap_job(
 
 
 def time_one(name: str, work: object, first: bool) -> dict[str, float]:
-    """Returns the slower rank's seconds of the constructor and of the first forward."""
+    """Return the slower rank's seconds of the constructor and of the first forward, and this rank's
+    processor seconds of the constructor.
+    """
     import torch.distributed as dist
     from engines import plain_model, random_batch
 
@@ -76,7 +79,7 @@ def time_one(name: str, work: object, first: bool) -> dict[str, float]:
 
 
 def wrapped(name: str, module: object, group: object) -> object:
-    """The wrapped model: one unit per block and one for the rest."""
+    """Return the wrapped model, which has one unit per block and one unit for the rest."""
     import functools
 
     from engines import Block
@@ -98,7 +101,7 @@ def wrapped(name: str, module: object, group: object) -> object:
 
 
 def slowest(seconds: float) -> float:
-    """The largest of the ranks' values."""
+    """Return the largest of the ranks' values."""
     import torch
     import torch.distributed as dist
 
@@ -108,7 +111,7 @@ def slowest(seconds: float) -> float:
 
 
 def report(seconds: dict[str, list[dict[str, float]]]) -> dict:
-    """Medians and quartiles of milliseconds and of the ratio to FSDP1 within the round."""
+    """Return medians and quartiles of milliseconds and of the ratios to FSDP1 within a round."""
     engines: dict[str, dict] = {}
     for name, rounds in seconds.items():
         engines[name] = {}

@@ -1,14 +1,14 @@
-"""Compares two checkouts of fsdpc: step times and host time per unit, in alternating rounds.
+"""Compare step times and host time per unit of two checkouts of fsdpc in alternating rounds.
 
     python benchmarks/checkouts.py --old ../fsdpc-before --model tiny,10m,85m --rounds 31
 
-Both checkouts must be built in place (`python setup.py build_ext --inplace`). Each gets two ranks
-of its own, which live for the whole run; only the two of one checkout work at a time, the others
-sleep. In each round both checkouts take their turn, another one first each time. A turn times a
-few steps of fsdpc and as many of an unsharded local copy (see bench_step.py), and then single
-forwards and backwards for the host time, which the local copy's is subtracted from. Shown are
-medians and quartiles over rounds, of the ratio new / old within a round above all. `--old` with
-this checkout's own path shows the noise.
+Both checkouts must be built in place (`python setup.py build_ext --inplace`). Each checkout has two
+ranks of its own, which run until the end; only the ranks of one checkout work at a time, while the
+other two sleep. In each round both checkouts take a turn, and the other checkout is first in the
+next round. A turn times a few steps of fsdpc and as many steps of an unsharded local copy (see
+bench_step.py). Then it times single forwards and backwards, from which the local copy's time is
+subtracted to give the host time. The table shows medians over rounds, and the median and quartiles
+of the ratio new / old within a round. Give this checkout's own path as `--old` to see the noise.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from bench_step import host_once, start_rank, time_round, warm_up
 HERE = Path(__file__).resolve().parent
 SIDES = ("old", "new")
 ENGINES = ("fsdpc", "local")
-HOST_STEPS = 10  # forwards and backwards in a turn; their median counts
+HOST_STEPS = 10  # forwards and backwards in a turn, whose median is the turn's host time
 DEADLINE = 900  # seconds for one turn
 
 
 def rank_job(rank: int, folder: str, checkout: str, model: str, orders: Connection) -> None:
-    """One rank: builds its engines, then answers each order with the turn's figures."""
+    """Build the engines of one rank, then answer each order with the figures of a turn."""
     sys.path.insert(0, checkout)
     start_rank(rank, 2, folder)
     from engines import WORKLOADS, build
@@ -49,7 +49,7 @@ def rank_job(rank: int, folder: str, checkout: str, model: str, orders: Connecti
 
 
 def take_turn(trainings: dict, work: object, turn: int) -> dict[str, dict[str, float]]:
-    """Seconds per step, processor seconds per step, and seconds of the host, by engine."""
+    """Return seconds per step, processor seconds per step, and host seconds, by engine."""
     import statistics
 
     figures: dict[str, dict[str, float]] = {name: {} for name in ENGINES}
@@ -82,7 +82,7 @@ class Side:
             self.ranks.append(process)
 
     def answer(self) -> dict:
-        """Rank 0's answer, once both have answered."""
+        """Return rank 0's answer after both ranks have answered."""
         for pipe in self.pipes:
             if not pipe.poll(DEADLINE):
                 raise SystemExit(f"a rank did not answer within {DEADLINE} s")
@@ -92,13 +92,13 @@ class Side:
             raise SystemExit("a rank ended early; its error is above") from None
 
     def turn(self, turn: int) -> dict[str, dict[str, float]]:
-        """One turn of both ranks."""
+        """Let both ranks take one turn and return rank 0's figures."""
         for pipe in self.pipes:
             pipe.send(turn)
         return self.answer()
 
     def end(self) -> None:
-        """Lets the ranks go."""
+        """End both ranks and remove their folder."""
         for process in self.ranks:
             process.kill()
             process.join()
@@ -106,7 +106,7 @@ class Side:
 
 
 def measure(checkouts: dict[str, str], model: str, rounds: int) -> dict:
-    """Figures of both checkouts for one model."""
+    """Measure both checkouts with one model and return their figures."""
     sides = {name: Side(path, model) for name, path in checkouts.items()}
     try:
         starts = {name: side.answer() for name, side in sides.items()}
@@ -122,7 +122,7 @@ def measure(checkouts: dict[str, str], model: str, rounds: int) -> dict:
 
 
 def report(turns: dict[str, list[dict]], units: int) -> dict:
-    """Medians and quartiles of each checkout, and of new / old within a round."""
+    """Return medians and quartiles of each checkout, and of the ratio new / old within a round."""
     result: dict[str, dict] = {}
     series: dict[str, dict[str, list[float]]] = {}
     for name, rounds in turns.items():
@@ -145,7 +145,7 @@ def report(turns: dict[str, list[dict]], units: int) -> dict:
 
 
 def print_report(model: str, result: dict) -> None:
-    """One line for each figure."""
+    """Print one line for each figure."""
     rows = []
     for key, ratio in result["ratio"].items():
         cells = [f"{result[side][key]['median']:.4g}" for side in SIDES]

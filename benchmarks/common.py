@@ -1,7 +1,7 @@
-"""What all benchmarks share: a description of the run, medians with spread, result files.
+"""Helpers of all benchmarks: a description of the run, medians with spread, result files.
 
-Figures are medians of interleaved rounds with their quartiles, as neighbours on a shared machine
-come and go. Compare figures of one result file only.
+Figures are medians and quartiles of interleaved rounds, because the load of other users on a shared
+machine changes. Compare only figures of the same result file.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-ROW = 400  # the longest row, in characters
+ROW = 400  # in result files, JSON values of at most this many characters are on one line
 
 
 def commit(checkout: str | os.PathLike[str] = HERE.parent) -> str:
-    """Returns the short commit id of a checkout, with "+" when tracked sources differ from it.
+    """Return the short commit id of a checkout, with "+" when tracked sources differ from it.
 
-    Sources without a repository take it from ``FSDPC_COMMIT``, or it is "unknown".
+    ``FSDPC_COMMIT`` overrides the id. If the variable is not set and the checkout is no git
+    repository, the id is "unknown".
     """
     if named := os.environ.get("FSDPC_COMMIT"):
         return named
@@ -45,7 +46,7 @@ def commit(checkout: str | os.PathLike[str] = HERE.parent) -> str:
 
 
 def machine() -> str:
-    """Returns processor, processors usable by this process, and the kernel."""
+    """Return the processor's name, the number of usable processors, and the kernel's version."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -55,9 +56,9 @@ def machine() -> str:
 
 
 def describe_run(kept: bool = False) -> dict[str, Any]:
-    """Returns where, when and with what a benchmark runs; take it before measuring.
+    """Return the commit, machine, date, versions and load of a run. Call this before measuring.
 
-    ``SystemExit``: results are going to be written (``kept``), but name no commit.
+    Raises ``SystemExit`` if results are going to be written (``kept``), but the commit is unknown.
     """
     import numpy
     import torch
@@ -80,7 +81,7 @@ def describe_run(kept: bool = False) -> dict[str, Any]:
 
 
 def end_with_parent() -> None:
-    """Has this process killed when its parent ends, in whatever way."""
+    """Let the kernel kill this process when its parent ends, whatever the reason."""
     pr_set_pdeathsig, parent = 1, multiprocessing.parent_process()
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if parent is not None and os.getppid() != parent.pid:
@@ -88,7 +89,7 @@ def end_with_parent() -> None:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Returns {"median", "q1", "q3"} to six digits; all the same for a single value."""
+    """Return {"median", "q1", "q3"} to six digits; all three are equal for a single value."""
     low = middle = high = values[0]
     if len(values) > 1:
         low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -97,7 +98,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Calls each case once a round, in an order that rotates, and returns its values by name."""
+    """Call each case once per round, in an order that rotates; return the cases' values by name."""
     values: dict[str, list[float]] = {name: [] for name in cases}
     names = list(cases)
     for round_ in range(rounds):
@@ -108,14 +109,14 @@ def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
 
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Writes one result file; relative paths are below benchmarks/results."""
+    """Write one result file; a relative path is below benchmarks/results."""
     target = RESULTS / path
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(by_rows(content) + "\n")
 
 
 def by_rows(content: Any, indent: int = 0) -> str:
-    """JSON with a row per line: what is short, or holds no list or dict, is on one line."""
+    """Return JSON in which each value that is short, or has no list or dict in it, is one line."""
     line = json.dumps(content)
     if not isinstance(content, dict | list) or len(line) <= ROW:
         return line
@@ -133,12 +134,12 @@ def by_rows(content: Any, indent: int = 0) -> str:
 
 
 def pyplot() -> Any:
-    """matplotlib's pyplot, set for short SVG files that are equal for equal results."""
+    """Return matplotlib's pyplot, set up for short SVG files that are equal for equal results."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "fsdpc"
-    matplotlib.rcParams["svg.fonttype"] = "none"  # words, not the outlines of letters
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text as words, not as outlines of letters
     matplotlib.rcParams["path.simplify_threshold"] = 0.5
     from matplotlib import pyplot
 
@@ -146,7 +147,7 @@ def pyplot() -> Any:
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Prints a table with the first column to the left and the others to the right."""
+    """Print a table, with the first column left-aligned and the other columns right-aligned."""
     lines = [list(map(str, head)), *(list(map(str, row)) for row in rows)]
     widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
     for line in lines:

@@ -1,10 +1,10 @@
-"""The ways to train one model that bench_step.py compares, built alike and stepped alike.
+"""The engines that bench_step.py compares: ways to train one model, with one interface.
 
-Each engine starts from the same weights and gives a `Training`: a module to call, an optimizer,
-and what has to happen before the forward and after the backward. `local` is the floor: every rank
-steps its own unsharded copy and talks to nobody. In bf16 its step does what mixed precision means
-for the sharded engines: fp32 weights are cast into a bf16 copy of the model, which computes, and
-the bf16 gradients are cast to fp32 for the optimizer.
+Each engine starts from the same weights and returns a `Training`: a module to call, an optimizer,
+and what has to happen before the forward and after the backward. `local` is the lower bound: every
+rank trains its own unsharded copy without communication. In bf16, the step of `local` does what
+mixed precision does in the sharded engines: fp32 weights are cast into a bf16 copy of the model,
+which computes, and the bf16 gradients are cast to fp32 for the optimizer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and the size of one rank's batch. `steps` is how many are timed together."""
+    """A model and the size of one rank's batch. `steps` steps are timed together."""
 
     config: GPTConfig
     batch: int
@@ -42,15 +42,15 @@ class Workload:
     steps: int
     dtype: torch.dtype = torch.float32  # of gathered weights and computation; the rest is fp32
     device: torch.device = CPU
-    checkpointing: bool = False  # blocks' activations are computed again in backward
+    checkpointing: bool = False  # True: backward computes each block's activations again
 
 
 SMALL, LARGE = GPTConfig(), GPTConfig(layers=12, width=768, heads=12)
 TINY = GPTConfig(layers=32, width=32, heads=2, context=32)
 
-# Sequences are short so that a step is dominated by weights rather than by activations, which is
-# the hard case for sharding. `tiny` is 33 units of 12 parameters (13 thousand elements) with next
-# to no work in them, so that host time is all there is.
+# Sequences are short, so that a step is dominated by weights rather than by activations. This is
+# the hard case for sharding. `tiny` is 32 blocks of 12 parameters (13 thousand elements per block)
+# and the root's unit. These units compute almost nothing, so that a step consists of host time.
 WORKLOADS = {
     "10m": Workload(SMALL, batch=4, seq=128, steps=3),
     "10m-bf16": Workload(SMALL, batch=4, seq=128, steps=3, dtype=torch.bfloat16),
@@ -61,21 +61,22 @@ WORKLOADS = {
 
 
 def nothing() -> None:
-    """Stands for a part of the step that an engine does not need."""
+    """Do nothing, in place of a part of the step that an engine does not need."""
 
 
 @dataclass
 class Training:
-    """One model in training with one engine."""
+    """A model with its optimizer, as one engine trains it."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     before_forward: Callable[[], None] = nothing
     after_backward: Callable[[], None] = nothing
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # around a round's steps
+    # Returns a context manager, inside which the steps of a timed round run.
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def backward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Runs forward and backward on int64 [batch, length] (inputs, targets); returns loss."""
+        """Run forward and backward on (inputs, targets), int64 [batch, length]; return the loss."""
         self.before_forward()
         logits = self.model(batch[0]).float()
         loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
@@ -84,7 +85,7 @@ class Training:
         return loss.detach()
 
     def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Runs one whole training step and returns its loss."""
+        """Run one whole training step and return its loss."""
         loss = self.backward(batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -92,7 +93,7 @@ class Training:
 
 
 def plain_model(work: Workload) -> GPT:
-    """Returns the model with the weights that every engine starts from, where the work is."""
+    """Return the model on ``work``'s device with the weights that every engine starts from."""
     torch.manual_seed(0)
     with work.device:
         model = GPT(work.config)
@@ -102,12 +103,12 @@ def plain_model(work: Workload) -> GPT:
 
 
 def adamw(model: nn.Module, work: Workload) -> torch.optim.Optimizer:
-    """Returns torch's AdamW, the same for each engine; on a GPU the fused one."""
+    """Return torch's AdamW with the same options for each engine, fused on a GPU."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=work.device.type == "cuda" or None)
 
 
 def local(work: Workload) -> Training:
-    """The unsharded step; with a low dtype, fp32 weights and a low copy that computes."""
+    """Build the unsharded training. A dtype other than fp32 computes on a copy of fp32 weights."""
     master = plain_model(work)
     if work.dtype is torch.float32:
         return Training(master, adamw(master, work))
@@ -126,18 +127,18 @@ def local(work: Workload) -> Training:
 
 
 def bare(work: Workload) -> Training:
-    """The module alone in the dtype that computes: no master weights, no casts."""
+    """Build the unsharded module in the computing dtype, without master weights and casts."""
     model = plain_model(work).to(work.dtype)
     return Training(model, adamw(model, work))
 
 
 def unit_class(work: Workload) -> type[nn.Module]:
-    """What becomes a unit: the block, with its checkpointing around it if it has one."""
+    """Return the class that becomes a unit: the block, or the checkpoint wrapper around a block."""
     return CheckpointWrapper if work.checkpointing else Block
 
 
 def wrapper(work: Workload, module: Any, wrap: Any, **options: object) -> Training:
-    """Wraps with the FSDP1 interface: `module` has the names, `wrap` the policies."""
+    """Wrap with the FSDP1 interface, whose classes are in `module` and whose policies in `wrap`."""
     policy = functools.partial(
         wrap.transformer_auto_wrap_policy, transformer_layer_cls={unit_class(work)}
     )
@@ -153,7 +154,7 @@ def wrapper(work: Workload, module: Any, wrap: Any, **options: object) -> Traini
 
 
 def fsdp1(work: Workload, **options: object) -> Training:
-    """torch.distributed.fsdp.FullyShardedDataParallel, on gloo."""
+    """Build torch.distributed.fsdp.FullyShardedDataParallel, which uses gloo on the CPU."""
     from torch.distributed import fsdp
     from torch.distributed.fsdp import wrap
 
@@ -161,7 +162,7 @@ def fsdp1(work: Workload, **options: object) -> Training:
 
 
 def fsdpc(work: Workload, **options: object) -> Training:
-    """fsdpc.FullyShardedDataParallel, over shared memory."""
+    """Build fsdpc.FullyShardedDataParallel, which uses shared memory on the CPU of one host."""
     import fsdpc
     from fsdpc import wrap
 
@@ -169,7 +170,7 @@ def fsdpc(work: Workload, **options: object) -> Training:
 
 
 def stepped_by(work: Workload, make: str) -> Training:
-    """fsdpc with another AdamW: torch's fused one, or fsdpc.optim's."""
+    """Build fsdpc with another AdamW: torch's fused one, or fsdpc.optim's."""
     from fsdpc import optim
 
     training = fsdpc(work)
@@ -181,7 +182,7 @@ def stepped_by(work: Workload, make: str) -> Training:
 
 
 def profiled(work: Workload, **options: bool) -> Training:
-    """fsdpc whose rounds run inside fsdpc.profile_memory, with these options of it."""
+    """Build fsdpc whose timed rounds run inside fsdpc.profile_memory(model, **options)."""
     import fsdpc as library
 
     training = fsdpc(work)
@@ -190,21 +191,21 @@ def profiled(work: Workload, **options: bool) -> Training:
 
 
 def fsdp2(work: Workload) -> Training:
-    """torch.distributed.fsdp.fully_shard, on gloo."""
+    """Build torch.distributed.fsdp.fully_shard, which uses gloo on the CPU."""
     from torch.distributed.fsdp import fully_shard
 
     return sharded_in_place(work, fully_shard)
 
 
 def fsdpc2(work: Workload) -> Training:
-    """fsdpc.fully_shard, over shared memory."""
+    """Build fsdpc.fully_shard, which uses shared memory on the CPU of one host."""
     import fsdpc
 
     return sharded_in_place(work, fsdpc.fully_shard)
 
 
 def sharded_in_place(work: Workload, fully_shard: Callable[..., Any]) -> Training:
-    """Shards with the FSDP2 interface."""
+    """Shard with the FSDP2 interface: each block is a unit, and the root has the rest."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -236,7 +237,7 @@ ENGINES: dict[str, Callable[[Workload], Training]] = {
 
 
 def build(name: str, work: Workload) -> Training:
-    """Builds an engine by name; collective over the default process group.
+    """Build an engine by name. Collective over the default process group.
 
     `fsdpc-flat` and `fsdp1-flat` have one flat parameter per unit (`use_orig_params=False`).
     """
@@ -247,7 +248,7 @@ def build(name: str, work: Workload) -> Training:
 
 
 def random_batch(work: Workload, seed: int) -> tuple[Tensor, Tensor]:
-    """Returns inputs and targets that depend on nothing but the seed."""
+    """Return random inputs and targets, which are equal for equal seeds."""
     rng = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, work.config.vocab, (work.batch, work.seq + 1), generator=rng)
     tokens = tokens.to(work.device)

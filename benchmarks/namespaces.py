@@ -1,8 +1,8 @@
 """Hosts made of network namespaces of this machine, joined by a bridge: for benchmarks and tests.
 
-Each host has an interface ``eth0`` of its own, whose rate in both directions is shaped with tc, and
-whose link may delay and lose what the host sends (slow_link.py). Needs root, and the programs ip
-and tc (``missing`` says what is not there).
+Each host has an interface ``eth0`` of its own, whose rate in both directions is shaped with tc. A
+host's link may delay and lose what the host sends (slow_link.py). This module needs root and the
+programs ip and tc; ``missing`` returns what is missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _run(*command: str) -> None:
 
 @cache
 def missing() -> str:
-    """Why there can be no hosts here; empty if there can."""
+    """Return why hosts cannot be made on this machine, or an empty text if they can."""
     for program in ("ip", "tc"):
         if not shutil.which(program):
             return f"the program {program} (Debian: iproute2) is not installed"
@@ -43,8 +43,8 @@ def missing() -> str:
 class Hosts:
     """``count`` hosts with the addresses 10.77.0.1, 10.77.0.2 and so on.
 
-    ``rate``: each host's link rate in tc's words ("1gbit"); None: as fast as the machine copies.
-    ``delay`` (seconds) and ``loss`` (a share) are those of the frames that each host sends.
+    ``rate`` is each host's link rate in tc's words ("1gbit"), or None for no limit.
+    ``delay`` (in seconds) and ``loss`` (a fraction) apply to the frames that each host sends.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Hosts:
         self.rate = rate
         self.delay = delay
         self.loss = loss
-        self.links: list[tuple[int, int]] = []  # descriptors of slow links
+        self.links: list[tuple[int, int]] = []  # descriptors of each slow link's two devices
         self.carrier: subprocess.Popen | None = None
         self.addresses = [f"10.77.0.{1 + host}" for host in range(count)]
         self.names = [f"{self.prefix}n{host}" for host in range(count)]
@@ -66,7 +66,9 @@ class Hosts:
         return port_of(self.names[host])
 
     def make(self) -> None:
-        """Makes the hosts. ``CalledProcessError`` has the reason in ``stderr``: then ``remove``."""
+        """Make the hosts. If this raises ``CalledProcessError``, with the reason in ``stderr``,
+        call ``remove``.
+        """
         _run("ip", "link", "add", f"{self.prefix}b", "type", "bridge")
         _run("ip", "link", "set", f"{self.prefix}b", "up")
         for host, name in enumerate(self.names):
@@ -85,7 +87,7 @@ class Hosts:
             self.carrier = slow_link.start(self.links, self.delay, self.loss)
 
     def _link(self, port: str, name: str) -> None:
-        """Makes both ends of a host's link."""
+        """Make both ends of a host's link."""
         if not self.delay and not self.loss:
             peer = ("peer", "name", "eth0", "netns", name)
             _run("ip", "link", "add", port, "type", "veth", *peer)
@@ -97,7 +99,7 @@ class Hosts:
         _run("ip", "link", "set", inside, "netns", name, "name", "eth0")
 
     def remove(self) -> None:
-        """Removes the hosts; processes that still run keep their namespace until they end."""
+        """Remove the hosts; processes that still run keep their namespace until they end."""
         if self.carrier:
             self.carrier.kill()
             self.carrier.wait()
@@ -109,21 +111,21 @@ class Hosts:
         subprocess.run(["ip", "link", "del", f"{self.prefix}b"], capture_output=True)
 
     def cut(self, host: int) -> None:
-        """Cuts the link: nothing that the host sends arrives, nor anything that is sent to it."""
+        """Cut the host's link: nothing arrives that is sent by the host or to the host."""
         _run("ip", "link", "set", self._port(host), "down")
 
     def heal(self, host: int) -> None:
-        """Makes the link work again."""
+        """Make the host's link work again."""
         _run("ip", "link", "set", self._port(host), "up")
 
     def sent(self, host: int) -> int:
-        """Bytes that the host has sent so far."""
+        """Return the bytes that the host has sent so far."""
         path = f"/sys/class/net/{self._port(host)}/statistics/rx_bytes"
         with open(path, encoding="ascii") as file:
             return int(file.read())
 
     def environment(self, ranks: Sequence[int], port: int = 29531) -> list[dict[str, str]]:
-        """Variables of each rank, as torchrun sets them; ``ranks``: how many each host has."""
+        """Return each rank's variables, as torchrun sets them; ``ranks`` has the ranks per host."""
         made = []
         for host, count in enumerate(ranks):
             for local in range(count):
@@ -146,7 +148,7 @@ class Hosts:
 def hosts(
     count: int, rate: str | None = None, delay: float = 0.0, loss: float = 0.0
 ) -> Iterator[Hosts]:
-    """Makes hosts, which are removed at the end."""
+    """Make hosts, and remove them at the end of the context."""
     made = Hosts(count, rate, delay, loss)
     try:
         made.make()
@@ -156,19 +158,21 @@ def hosts(
 
 
 def bytes_per_second(rate: str) -> float:
-    """Bytes per second of a rate in tc's words."""
+    """Return the bytes per second of a rate in tc's words, such as "1gbit"."""
     number = float(rate.removesuffix("gbit").removesuffix("mbit"))
     return number * (1e9 if rate.endswith("gbit") else 1e6) / 8
 
 
 def port_of(name: str) -> str:
-    """The bridge's end of a host's link, on this machine; setting it down cuts the link."""
+    """Return the interface at the bridge's end of a host's link. Setting this interface down cuts
+    the link.
+    """
     prefix, _, number = name.rpartition("n")
     return f"{prefix}p{number}"
 
 
 def enter(name: str) -> None:
-    """Moves this thread, and threads that it starts from now on, to the host ``name``."""
+    """Move this thread, and all threads that it starts from now on, to the host ``name``."""
     descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)
     try:
         libc = ctypes.CDLL(None, use_errno=True)

@@ -1,8 +1,9 @@
-"""Slow links between the hosts of namespaces.py, for kernels that can neither delay nor lose.
+"""Slow links between the hosts of namespaces.py, for kernels that cannot delay or drop frames.
 
-A link is a pair of TAP devices, one on the host and one at the bridge, between which a process of
-this file carries frames. Without losses it carries whole TCP segments of up to 64 KB, as network
-cards take them, so that it is fast; with losses each frame of the network is lost on its own.
+A link is a pair of TAP devices, one on the host and one at the bridge. A process that runs this
+file carries frames between the two devices. Without losses, the process carries whole TCP segments
+of up to 64 KB, as a network card would take them, because this is fast. With losses, the process
+carries single frames, so that each frame is lost or arrives independently of the others.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LARGEST = 10 + 18 + (1 << 16)
 
 
 def tap(name: str, whole_segments: bool) -> int:
-    """Makes a TAP device; returns its descriptor. The device lasts while the descriptor is open."""
+    """Make a TAP device and return its descriptor. Closing the descriptor removes the device."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR)
     flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR
     fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH14x", name.encode(), flags))
@@ -34,9 +35,9 @@ def tap(name: str, whole_segments: bool) -> int:
 
 
 def start(pairs: Sequence[tuple[int, int]], delay: float, loss: float) -> subprocess.Popen:
-    """Starts a process that carries frames between the descriptors of each (host, bridge) pair.
+    """Start a process that carries frames between the descriptors of each (host, bridge) pair.
 
-    ``delay`` (seconds) and ``loss`` (a share of frames) apply to what the host sends.
+    ``delay`` (in seconds) and ``loss`` (a fraction of the frames) apply to what the host sends.
     """
     ends = [end for pair in pairs for end in pair]
     command = [sys.executable, __file__, str(delay), str(loss), *map(str, ends)]
@@ -44,7 +45,7 @@ def start(pairs: Sequence[tuple[int, int]], delay: float, loss: float) -> subpro
 
 
 def carry(source: int, target: int, delay: float, loss: float) -> None:
-    """Starts threads that carry frames in one direction."""
+    """Start threads that carry frames from ``source`` to ``target``."""
     late: deque[tuple[float, bytes]] = deque()
     more = threading.Condition()
     chance = random.Random(source)
@@ -65,7 +66,7 @@ def carry(source: int, target: int, delay: float, loss: float) -> None:
         try:
             os.write(target, frame)
         except OSError:
-            pass  # the device is down: the link is cut
+            pass  # the device is down because the link was cut
 
     def deliver() -> None:
         while True:
@@ -81,7 +82,7 @@ def carry(source: int, target: int, delay: float, loss: float) -> None:
 
 
 def main() -> None:
-    """Carries frames until the process is killed or its parent ends."""
+    """Carry frames until the process is killed or its parent ends."""
     import common
 
     common.end_with_parent()

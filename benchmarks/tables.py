@@ -1,7 +1,7 @@
-"""Prints benchmarks/results/*.json as Markdown tables, and with --write puts them into README.md.
+"""Print benchmarks/results/*.json as Markdown tables, or with --write put them into README.md.
 
-python benchmarks/tables.py            # to look at
-python benchmarks/tables.py --write    # between the marks in benchmarks/README.md
+python benchmarks/tables.py            # prints the tables
+python benchmarks/tables.py --write    # replaces the tables in benchmarks/README.md
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 
 def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
-    """Lays out one table; the first column is text, the others are figures."""
+    """Return one table in Markdown; the first column is text, the other columns are figures."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def figure(values: dict | None, digits: int) -> str:
-    """Shows a median with its quartiles."""
+    """Format a median with its quartiles."""
     if values is None:
         return "-"
     median, low, high = (f"{values[key]:,.{digits}f}" for key in ("median", "q1", "q3"))
@@ -34,7 +34,7 @@ def figure(values: dict | None, digits: int) -> str:
 
 
 def run_line(result: dict) -> str:
-    """Says where, when and at which commit a result was measured, and what disturbed it."""
+    """Return a line with the machine, torch, date and commit of a result, and its note if any."""
     run = result.get("run", result)
     parts = [run["machine"], f"torch {run['torch']}", run["date"], f"commit {run['commit']}"]
     parts += [result["note"]] if result.get("note") else []
@@ -42,7 +42,7 @@ def run_line(result: dict) -> str:
 
 
 def step_tables(result: dict) -> str:
-    """Tables of one result of bench_step.py: the steps, and the host time if it was measured."""
+    """Return the tables of one result of bench_step.py: steps, and host time if it was measured."""
     title = f"### Training step, {result['model']}"
     sizes = "2 ranks"
     if "seq" in result:
@@ -71,7 +71,7 @@ def step_tables(result: dict) -> str:
 
 
 def step_row(name: str, engine: dict) -> list[str]:
-    """One engine's line: time, ratio, speed, and memory above that of the bare process."""
+    """Return one engine's row: times, ratio, speed, and the memory above the baseline."""
     memory = engine.get("memory_mb")
     above = [
         f"{memory[key] - memory['baseline']:,.0f}" if memory else "-" for key in ("steady", "peak")
@@ -87,7 +87,7 @@ def step_row(name: str, engine: dict) -> list[str]:
 
 
 def host_row(name: str, engine: dict) -> list[str]:
-    """One engine's line of host time."""
+    """Return one engine's row of host time."""
     return [
         name,
         figure(engine.get("host_ms"), 2),
@@ -96,7 +96,7 @@ def host_row(name: str, engine: dict) -> list[str]:
 
 
 def comm_tables(result: dict) -> str:
-    """The table of bench_comm.py: microseconds, and the ratios that matter."""
+    """Return the table of bench_comm.py: microseconds, and the most important ratios."""
     rows = []
     for row in result["rows"]:
         ways = (figure(row["us"][way], 0) for way in ("floor", "direct", "gloo"))
@@ -107,12 +107,12 @@ def comm_tables(result: dict) -> str:
 
 
 def size_text(count: int) -> str:
-    """Shows a number of bytes as KiB or MiB."""
+    """Format a number of bytes as KiB or MiB."""
     return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
 
 
 def kernel_tables(result: dict) -> str:
-    """The table of bench_kernels.py: share of memcpy bandwidth by size, best table of this CPU."""
+    """Return the table of bench_kernels.py: the best kernel table's share of memcpy, by size."""
     sizes = result["sizes_mib"]
     names = list(next(iter(sizes.values()))["kernels"])
     rows = [
@@ -125,7 +125,7 @@ def kernel_tables(result: dict) -> str:
 
 
 def kernel_cell(by_table: dict | None) -> str:
-    """The share of memcpy of the best table that is not torch's."""
+    """Return the largest share of memcpy's speed among the kernel tables, without torch's."""
     shares = [
         figures["of_memcpy"]["median"]
         for name, figures in (by_table or {}).items()
@@ -135,7 +135,7 @@ def kernel_cell(by_table: dict | None) -> str:
 
 
 def gpu_tables(result: dict) -> str:
-    """The tables of the programs in gpu/."""
+    """Return the tables of a result of the programs in gpu/."""
     run = result["run"]
     where = f"*{run['device']}, driver {run['driver']}, CUDA {run['cuda']}, NCCL {run['nccl']}*"
     title, tables = {
@@ -154,7 +154,7 @@ def gpu_tables(result: dict) -> str:
 
 
 def checkouts_tables(result: dict) -> str:
-    """The table of checkouts.py."""
+    """Return the table of checkouts.py."""
     names = ("step_ms", "cpu_ms", "step_to_local", "host_us_per_unit")
     rows = [
         [
@@ -169,7 +169,7 @@ def checkouts_tables(result: dict) -> str:
 
 
 def checkpoint_tables(result: dict) -> str:
-    """The tables of bench_checkpoint.py."""
+    """Return the tables of bench_checkpoint.py."""
     if "units" in result:
         return many_table(result)
     if "every" in result:
@@ -196,7 +196,7 @@ def checkpoint_tables(result: dict) -> str:
 
 
 def every_table(result: dict) -> str:
-    """The table of bench_checkpoint.py for a save at every step."""
+    """Return the table of bench_checkpoint.py --every."""
     names = ("step", "saved", "blocked")
     rows = [
         [
@@ -215,7 +215,7 @@ def every_table(result: dict) -> str:
 
 
 def many_table(result: dict) -> str:
-    """The table of bench_checkpoint.py for many small parameters."""
+    """Return the table of bench_checkpoint.py --model many."""
     rows = [
         [
             name,
@@ -231,7 +231,7 @@ def many_table(result: dict) -> str:
 
 
 def optim_tables(result: dict) -> str:
-    """The tables of bench_optim.py."""
+    """Return the tables of bench_optim.py."""
     blocks = []
     for title in ("big", "small"):
         part = result[title]
@@ -268,7 +268,7 @@ def optim_tables(result: dict) -> str:
 
 
 def activations_tables(result: dict) -> str:
-    """The table of bench_activations.py."""
+    """Return the table of bench_activations.py."""
     sizes = ", ".join(f"{name} {value}" for name, value in result["sizes"].items())
     keys = ("kept_mb", "kept_of_plain", "peak_mb", "time_of_plain")
     rows = [
@@ -280,9 +280,9 @@ def activations_tables(result: dict) -> str:
 
 
 def activation_curve_tables(result: dict) -> str:
-    """Where the losses of bench_activations.py --curves end."""
+    """Return the table of the last losses of bench_activations.py --curves."""
     sizes = ", ".join(f"{name} {value}" for name, value in result["sizes"].items())
-    last = 50  # steps, whose mean is shown
+    last = 50  # number of steps whose mean loss is in the table
     rows = [
         [name, str(len(curve)), f"{sum(curve[-last:]) / last:.3f}"]
         for name, curve in result["bits_per_byte"].items()
@@ -294,7 +294,7 @@ def activation_curve_tables(result: dict) -> str:
 
 
 def curve_tables(result: dict) -> str:
-    """Where the curves of bench_curves.py end."""
+    """Return the table of the last losses of bench_curves.py."""
     cases = result["cases"]
     first = "AdamW" if "AdamW" in cases else "float32"
     base = cases[first]
@@ -324,7 +324,7 @@ def curve_tables(result: dict) -> str:
 
 
 def offload_tables(result: dict) -> str:
-    """The table of bench_offload.py."""
+    """Return the table of bench_offload.py."""
     keys = (("ns_per_parameter", 1), ("gb_per_s", 2), ("of_raw", 2))
     rows = [
         [name, *(figure(case.get(key), digits) for key, digits in keys)]
@@ -336,7 +336,7 @@ def offload_tables(result: dict) -> str:
 
 
 def hosts_tables(result: dict) -> str:
-    """The tables of bench_hosts.py, one row per engine and case."""
+    """Return the table of bench_hosts.py, which has one row per engine and case."""
     rows = []
     for case in result["cases"]:
         place = f"{case['model']}, {'+'.join(map(str, case['ranks']))}, {case['rate']}"
@@ -362,9 +362,10 @@ def hosts_tables(result: dict) -> str:
 
 
 def host_rows(case: dict) -> list[list[str]]:
-    """One row for each engine. Floor: the larger of the unsharded step and the least bytes at the
-    line's rate; busy: the share of the step in which a host sends at that rate; exposed: what the
-    step takes above the unsharded one.
+    """Return one row for each engine. "x floor" divides the step's time by the larger of two times:
+    that of the unsharded step, and that of two gathers and one reduce-scatter at the link's rate.
+    "wire busy" is the share of the step that a host's sent bytes take at the link's rate. "exposed"
+    is the step's time minus the unsharded step's time.
     """
     seconds = case["bytes"] / bytes_per_second(case["rate"])
     local, beside = (case[name]["step_s"]["median"] for name in ("local", "fsdp2"))
@@ -388,7 +389,7 @@ def host_rows(case: dict) -> list[list[str]]:
 
 
 def muon_tables(result: dict) -> str:
-    """The table of bench_muon.py. Of ``every`` steps one computes bases or roots."""
+    """Return the table of bench_muon.py. One step in ``every`` computes bases or roots."""
     rows = [
         [
             case["case"],
@@ -425,7 +426,7 @@ TABLES: dict[str, Callable[[dict], str]] = {
 
 
 def all_tables() -> str:
-    """Returns the tables of all results in the order of their file names."""
+    """Return the tables of all results in the order of their file names."""
     paths = sorted((HERE / "results").glob("*.json"))
     return "\n\n".join(
         TABLES[path.stem if path.stem in TABLES else path.stem.split("_")[0]](

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/accelerate_fsdpc.py
 
 Trains a small byte-level GPT on this folder's own source files with gradient accumulation and
-clipping. In the middle it writes a checkpoint; at the end it goes back to that, trains the second
-half again, and compares the losses.
+clipping. After the first half it writes a checkpoint. At the end it loads the checkpoint, trains
+the second half again, and compares the losses of both runs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from torch.nn.functional import cross_entropy
 
 import fsdpc
 
-fsdpc.install()  # the one line: FullyShardedDataParallel means fsdpc's from here on
+fsdpc.install()  # the one line: from here on, FullyShardedDataParallel is fsdpc's class
 
 
 def accelerator_on_cpu_ranks(**options) -> Accelerator:
-    """accelerate offers its FSDP plugin on GPUs and their like only: tell it that the CPU ranks are
-    some. To train on GPUs, one for each rank, write ``Accelerator(**options)`` instead.
+    """Return an Accelerator for ranks on the CPU. accelerate offers its FSDP plugin only on GPUs
+    and similar devices, so this function tells accelerate that the CPU ranks are such devices. To
+    train on GPUs, one for each rank, write ``Accelerator(**options)`` instead.
     """
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -36,7 +37,7 @@ def accelerator_on_cpu_ranks(**options) -> Accelerator:
 
 
 def rows(number: int, length: int) -> torch.Tensor:
-    """int64 [number, length + 1], from random places of the sources in this folder."""
+    """Return int64 [number, length + 1]: rows from random places of the sources in this folder."""
     text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     starts = torch.randint(len(data) - length, (number, 1))
@@ -44,7 +45,7 @@ def rows(number: int, length: int) -> torch.Tensor:
 
 
 def train(accelerator: Accelerator, model, optimizer, loader) -> list[float]:
-    """One pass over the batches; returns the mean loss over the ranks of every batch."""
+    """Train on each batch once, and return the mean loss over the ranks for each batch."""
     losses = []
     for batch in loader:
         with accelerator.accumulate(model):
@@ -83,7 +84,7 @@ def main() -> None:
     first = train(accelerator, model, optimizer, loaders[0])
     accelerator.print(f"loss {first[0]:.3f} -> {first[-1]:.3f}")
     with tempfile.TemporaryDirectory() as own:
-        (folder,) = broadcast_object_list([own])  # the main process's
+        (folder,) = broadcast_object_list([own])  # the folder of the main process
         accelerator.save_state(folder)
         second = train(accelerator, model, optimizer, loaders[1])
         accelerator.load_state(folder)

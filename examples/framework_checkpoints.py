@@ -4,11 +4,12 @@
     torchrun --nproc-per-node 2 examples/framework_checkpoints.py
 
 ``checkpoints_for`` makes ``accelerator.save_state`` and ``load_state`` write and read models and
-optimizers with fsdpc.checkpoint, and ``CheckpointTrainer`` does so for Trainer's
-checkpoints: no gather, verified, any number of ranks. Everything else (samplers, random states, the
-Trainer's own state) stays with the framework.
+optimizers with fsdpc.checkpoint, and ``CheckpointTrainer`` does the same for Trainer's checkpoints.
+Such checkpoints are written without a gather, are verified, and load at any number of ranks.
+The framework still saves everything else: samplers, random states, the Trainer's own state.
 
-The script trains, saves with accelerate, trains on, goes back, and compares the losses.
+The script trains, saves with accelerate, trains further, loads what it has saved, trains again, and
+compares the losses.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 import fsdpc
 from fsdpc import checkpoint
 
-FOLDER = "fsdpc"  # in the framework's own folder
+FOLDER = "fsdpc"  # fsdpc writes into this folder, inside the framework's checkpoint folder
 
 
 def checkpoints_for(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
-    """``save_state`` and ``load_state`` of this accelerator use fsdpc for the model and its
-    optimizer. Call it after wrapping; ``model`` and ``optimizer`` may be prepared or not. Local.
+    """Make ``save_state`` and ``load_state`` of this accelerator use fsdpc for the model and its
+    optimizer. Call this after wrapping the model; ``model`` and ``optimizer`` may be prepared by
+    the accelerator or not. Local.
     """
 
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
@@ -49,7 +51,9 @@ def checkpoints_for(accelerator: Accelerator, model: Any, optimizer: Any) -> Non
 
 
 def without_own(accelerator: Accelerator, call: Any) -> Any:
-    """accelerate saves its models and optimizers before it calls the hooks: hide them meanwhile."""
+    """Return a function that hides the accelerator's models and optimizers while it runs ``call``.
+    Otherwise accelerate would save or load them itself, besides calling the hooks.
+    """
 
     def hidden(*args: Any, **options: Any) -> Any:
         kept = accelerator._models, accelerator._optimizers
@@ -126,7 +130,7 @@ def main() -> None:
         checkpoints_for(accelerator, model, optimizer)
         train(model, optimizer, 0, 3)
         with tempfile.TemporaryDirectory() as own:
-            (folder,) = broadcast_object_list([own])  # the main process's
+            (folder,) = broadcast_object_list([own])  # the folder of the main process
             accelerator.save_state(folder)
             second = train(model, optimizer, 3, 6)
             accelerator.load_state(folder)

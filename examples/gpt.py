@@ -1,7 +1,7 @@
-"""A small GPT over bytes in plain PyTorch: what the examples and the benchmarks train.
+"""A small GPT over bytes in plain PyTorch, which the examples and the benchmarks train.
 
-Nothing here knows about sharding. `Block` is the class that a wrap policy names, so that every
-transformer layer becomes one unit; embeddings, the last norm and the head stay with the root.
+Nothing in this file depends on sharding. `Block` is the class that a wrap policy names, so that
+every transformer layer becomes one unit; embeddings, the last norm and the head belong to the root.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between them, four times as wide inside."""
+    """Two linear layers with a GELU between them; the inner width is four times the outer one."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

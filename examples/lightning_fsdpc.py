@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/lightning_fsdpc.py
 
 Trains a small byte-level GPT on this folder's own source files with Lightning's FSDPStrategy and
-saves each rank's part. A second Trainer resumes from that; its losses are compared with those of
-the first, which went on.
+saves a sharded checkpoint. A second Trainer resumes from the checkpoint, and the script compares
+its losses with those of the first Trainer, which has trained without interruption.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch.nn.functional import cross_entropy
 
 import fsdpc
 
-fsdpc.install()  # the one line: FullyShardedDataParallel means fsdpc's from here on
+fsdpc.install()  # the one line: from here on, FullyShardedDataParallel is fsdpc's class
 
 
 class OnCPURanks(FSDPStrategy):
-    """Lightning accepts FSDPStrategy with GPUs only, but not its children: until fsdpc runs on
-    GPUs this name is the way in. On such a machine it is ``FSDPStrategy`` itself.
+    """FSDPStrategy for CPU ranks. Lightning refuses the class FSDPStrategy itself without GPUs, but
+    accepts a subclass. On a machine with GPUs, use ``FSDPStrategy``.
     """
 
 
 class LanguageModel(pl.LightningModule):
-    """What Lightning needs to know of the model; nothing of it is about sharding."""
+    """The model, its training step and its optimizer. Nothing here depends on sharding."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class LanguageModel(pl.LightningModule):
 
 
 class SaveAfter(pl.Callback):
-    """Writes a checkpoint when epoch ``epoch`` has ended. All ranks do it together."""
+    """A callback that writes a checkpoint when epoch ``epoch`` has ended, on all ranks together."""
 
     def __init__(self, epoch: int, folder: str) -> None:
         self.epoch, self.folder = epoch, folder
@@ -62,7 +62,9 @@ class SaveAfter(pl.Callback):
 
 
 def data(number: int, length: int) -> torch.utils.data.DataLoader:
-    """int64 [8, length + 1] batches from random places of the sources in this folder."""
+    """Return a loader of ``number`` int64 batches [8, length + 1], whose rows come from random
+    places of the sources in this folder.
+    """
     text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     values = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     starts = torch.randint(len(values) - length, (8 * number, 1))

@@ -1,10 +1,11 @@
-"""QLoRA: adapters over a base in 4 bits, which is quantised while its files are read into shards.
+"""QLoRA: adapters over a 4-bit base model, quantised while its files are read into shards.
 
     pip install peft transformers
     torchrun --nproc-per-node 2 examples/qlora.py
 
-A tiny Llama with random weights stands for a model of yours: pass the name of its folder instead.
-A base that bitsandbytes has quantised is sharded as well: docs/low_bit.md.
+The script trains adapters over a tiny Llama with random weights. To use a model of your own, pass
+the name of its folder. fsdpc also shards a base model that bitsandbytes has quantised: see
+docs/low_bit.md.
 """
 
 import sys
@@ -36,7 +37,7 @@ def tiny(folder: Path) -> Path:
 
 
 def named(name: str) -> str:
-    """A tensor of the files, as peft calls it."""
+    """Return the name that peft gives to the tensor ``name`` of the files."""
     layer = name.removesuffix(".weight")
     inner = ".base_layer" if layer.endswith(TARGETS) else ""
     return f"base_model.model.{layer}{inner}.weight"
@@ -50,7 +51,7 @@ def shard(model: nn.Module) -> nn.Module:
 
 
 def model_of(folder: Path) -> nn.Module:
-    """Nobody holds the model whole, or a weight of it."""
+    """Build the sharded model. No rank ever holds the whole model, or a whole weight."""
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     model = get_peft_model(lowbit.quantize(base), ADAPTERS)
@@ -89,7 +90,7 @@ def main() -> None:
         saved = folder / "adapters"
         base = AutoModelForCausalLM.from_pretrained(folder)
         get_peft_model(base, ADAPTERS).save_pretrained(saved, state_dict=state)
-        # Merged into the values that they were trained on.
+        # Merge the adapters into the values that they were trained on.
         base = AutoModelForCausalLM.from_pretrained(folder)
         values = lowbit.dequantize(lowbit.quantize(base))
         merged = PeftModel.from_pretrained(values, saved).merge_and_unload()
@@ -98,7 +99,7 @@ def main() -> None:
 
 
 def llama_70b() -> dict:
-    """For ``python -m fsdpc plan``: see docs/low_bit.md."""
+    """Return what ``python -m fsdpc plan qlora:llama_70b`` needs: see docs/low_bit.md."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
     config = LlamaConfig(vocab_size=128256, **sizes, **heads, dtype=torch.bfloat16)

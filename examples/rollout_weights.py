@@ -1,12 +1,13 @@
-"""A model that trains and an engine that generates with its newest weights, as in reinforcement
-learning: after each step the engine's process gets a whole set, without files and without a second
-model in the training.
+"""Trains a model while an engine generates with the model's newest weights, as in reinforcement
+learning. After each step the engine's process receives all weights, without files and without a
+second model in the training processes.
 
 torchrun --nproc-per-node 2 examples/rollout_weights.py
 
-The engine here is the unsharded model. `into_vllm` and `into_sglang` do the same for these two;
-they follow their documents (vLLM 0.26 to 0.32, SGLang's "SGLang for RL Systems") and are not run by
-this project's tests, because both engines need GPUs.
+In this example the engine is the unsharded model. `into_vllm` and `into_sglang` show how to pass
+the weights to vLLM and SGLang. Both functions follow the documents of these engines (vLLM 0.26 to
+0.32, SGLang's "SGLang for RL Systems"). This project's tests do not run these functions, because
+both engines need GPUs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ STEPS = 3
 
 
 def train(path: str) -> None:
-    """Every rank runs this. Rank 0 starts the engine."""
+    """Train the model. Every rank calls this function; rank 0 also starts the engine."""
     from gpt import Block
 
     dist.init_process_group("gloo")
@@ -51,14 +52,14 @@ def train(path: str) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            tap.publish(path, step=step, deadline=300)  # the engine may be busy so long
+            tap.publish(path, step=step, deadline=300)  # the engine may be busy
     if engine is not None and engine.wait() != 0:
         raise SystemExit("the engine has failed")
     dist.destroy_process_group()
 
 
 def serve(path: str) -> None:
-    """The engine's process: no process group."""
+    """Run the engine in its own process, which joins no process group."""
     model = GPT(CONFIG).to(torch.bfloat16)
     params = dict(model.state_dict())
     with checkpoint.StreamReader(path, deadline=300) as reader, torch.no_grad():
@@ -72,16 +73,16 @@ def serve(path: str) -> None:
 
 
 class WeightSource:
-    """What vLLM's `TrainerWeightTransferEngine.send_weights` takes: derive from its
-    `vllm.distributed.weight_transfer.base.WeightSource`, whose two methods these are. Every rank
-    iterates, as vLLM asks of sharded models.
+    """A source of weights for vLLM's `TrainerWeightTransferEngine.send_weights`. To use it, derive
+    the class from `vllm.distributed.weight_transfer.base.WeightSource`, which has these two
+    methods. Every rank must iterate, as vLLM requires for sharded models.
     """
 
     def __init__(self, tap: checkpoint.WeightStream) -> None:
         self._tap = tap
 
     def metadata(self) -> list[Any]:
-        """`ParamMeta` has the same fields."""
+        """Return one entry per tensor, with the same fields as vLLM's `ParamMeta`."""
         return list(self._tap.metadata())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -89,17 +90,18 @@ class WeightSource:
 
 
 def into_vllm(reader: checkpoint.StreamReader, model: Any) -> None:
-    """The next set into a worker of vLLM on this host, for example in `receive_weights` of an
-    engine of your own (`WeightTransferEngineFactory.register_engine`) or in a worker extension:
-    each worker has a reader, and `publish(readers=...)` counts them. vLLM cuts and fuses the
-    tensors itself.
+    """Load the next set of weights into a worker of vLLM on this host. Call this, for example, in
+    `receive_weights` of an engine of your own (`WeightTransferEngineFactory.register_engine`) or in
+    a worker extension. Each worker has its own reader, and `publish(readers=...)` takes the number
+    of readers. vLLM cuts and fuses the tensors itself.
     """
     model.load_weights(iter(next(reader)))
 
 
 def into_sglang(tap: checkpoint.WeightStream, engine: Any) -> None:
-    """A set into an SGLang engine in rank 0's process, a bucket per request; every rank calls this,
-    with `stream(..., rank0_only=True)`. The cache of prefixes goes with the last bucket.
+    """Send a set of weights to an SGLang engine in rank 0's process, one bucket per request. Every
+    rank must call this, with a `tap` from `stream(..., rank0_only=True)`. After the last bucket,
+    rank 0 flushes the engine's cache of prefixes.
     """
     tap.send(lambda bucket: engine.update_weights_from_tensor(bucket, flush_cache=False))
     if dist.get_rank() == 0:

@@ -1,17 +1,17 @@
 """Trains on several machines, loses one, and goes on: elastic torchrun with fsdpc's checkpoints.
 
-    # on each machine; node0 is the name of the one that is sure to stay
+    # on each machine; node0 is the name of a machine that must not be lost
     export FSDPC_TIMEOUT=60 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes 1:2 --max-restarts 3 --nproc-per-node 2 \\
         --rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id 7 \\
         examples/several_hosts.py --checkpoints /shared/run7
 
-All machines see the folder of checkpoints. When a machine is lost, the other ranks raise after
-FSDPC_TIMEOUT seconds (at once, if only a process has ended), torchrun starts them again on the
-machines that are left, and they load the newest checkpoint: into as many ranks as there are now. A
-machine that comes back, or a new one, joins at the next restart. The second variable is torch's:
-without it torchrun keeps one store for all restarts, and gloo finds the addresses of ranks there
-that have ended (torch 2.13).
+All machines must see the folder of checkpoints. When a machine is lost, the ranks on the other
+machines raise an error after FSDPC_TIMEOUT seconds, or at once if only a process has ended.
+torchrun then starts the ranks again on the machines that are left, and they load the newest
+checkpoint at the new number of ranks. A machine that comes back, or a new machine, joins at the
+next restart. TORCH_DISABLE_SHARE_RDZV_TCP_STORE is a variable of torch: without it torchrun keeps
+one store for all restarts, in which gloo finds the addresses of ranks that have ended (torch 2.13).
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ VOCABULARY = 256
 
 
 def sharded_gpt() -> GPT:
-    """A second shard inside each host: backward gathers its parameters there."""
+    """Return a sharded GPT. After a block's forward, the ranks of each host keep one copy of the
+    block's parameters in shared memory, which backward reads without traffic between hosts.
+    """
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=4, width=128, heads=4, context=64, vocab=VOCABULARY))
     inside = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -43,14 +45,14 @@ def sharded_gpt() -> GPT:
 
 
 def batch(step: int, size: int = 4) -> torch.Tensor:
-    """int64 [size, 65]: this rank's rows of a sequence that a model can learn."""
+    """Return int64 [size, 65]: this rank's rows of a sequence that a model can learn."""
     generator = torch.Generator().manual_seed(step * 1000 + dist.get_rank())
     start = torch.randint(VOCABULARY, (size, 1), generator=generator)
     return (start + 3 * torch.arange(65)) % VOCABULARY
 
 
 def main() -> None:
-    """One run, from wherever the newest checkpoint is."""
+    """Run the training once, starting from the newest checkpoint if there is one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoints", required=True, help="a folder that all machines see")
     parser.add_argument("--steps", type=int, default=200)

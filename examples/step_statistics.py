@@ -2,8 +2,9 @@
 
 torchrun --nproc-per-node 2 examples/step_statistics.py --every 5
 
-Rank 0 prints a line for each unit of a measured step; `row._asdict()` is what a logger such as
-wandb takes, whose `watch` reads whole gradients and sees shards only.
+After each measured step, rank 0 prints one line per unit. To log the statistics, pass
+`row._asdict()` to a logger such as wandb. (wandb's own `watch` reads gradients as if they were
+whole, so it would see only shards.)
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@
     python examples/train_gpt.py --minutes 20 --dtype bfloat16
     python examples/train_gpt.py --api fully_shard       # the interface of FSDP2
 
-It trains on GPUs where there is one for each rank (by itself it starts as many ranks as there are
-GPUs), otherwise on the CPU; --device cpu or cuda says which.
-The sharding is an ordinary FSDP script, by FullyShardedDataParallel or, with --api fully_shard, by
-fully_shard: to train with PyTorch's own FSDP instead, set ENGINE=torch,
-which changes the imports below and nothing else. What comes out lies in demo-out/: history.json,
-loss.png, sample.txt and weights.pt, a full state dict that plain PyTorch loads.
-Ctrl-C ends all ranks together after the step at hand; history and weights so far are saved.
+The script trains on GPUs if there is one for each rank, otherwise on the CPU; --device cpu or cuda
+overrides this. Without torchrun it starts one rank per GPU, or two ranks on the CPU.
+The model is sharded as in any FSDP script, by FullyShardedDataParallel or, with --api fully_shard,
+by fully_shard. To train with PyTorch's own FSDP instead, set ENGINE=torch, which changes only the
+imports below. The results are written to demo-out/: history.json, loss.png, sample.txt and
+weights.pt, a full state dict that plain PyTorch loads.
+Ctrl-C ends all ranks together after the current step; history and weights up to there are saved.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ else:
 Arguments = argparse.Namespace
 Batch = tuple[Tensor, Tensor]
 BITS = 1 / math.log(2)  # a loss in nats per byte, times this, is in bits per byte
-VALIDATION_EVERY = 20  # of the source files, one in so many is kept for validation
-PROMPT = b"def read_"  # what the sample begins with
+VALIDATION_EVERY = 20  # one in this many source files is kept for validation
+PROMPT = b"def read_"  # the sampled text begins with this prompt
 WARMUP = 0.05  # share of the run in which the learning rate rises
 
 
@@ -102,7 +102,9 @@ def memory_mb() -> dict[str, float]:
 
 
 class StopRequest:
-    """Ctrl-C asks for an end, which the ranks agree on after a step; from then on it exits."""
+    """A handler of Ctrl-C. The first Ctrl-C asks the ranks to end together after a step. A second
+    Ctrl-C, or a Ctrl-C after the training, ends this process at once.
+    """
 
     def __init__(self) -> None:
         self.wanted = False
@@ -117,7 +119,9 @@ class StopRequest:
 
 
 def learning_rate(args: Arguments, progress: float) -> float:
-    """Returns the rate at this share of the run: a short linear rise, then cosine or constant."""
+    """Returns the learning rate when the share `progress` of the run is done: a short linear rise,
+    then a cosine or a constant.
+    """
     rise = min(1.0, (progress + 1e-3) / WARMUP)
     fall = 0.5 * (1 + math.cos(math.pi * progress)) if args.schedule == "cosine" else 1.0
     return args.lr * rise * (0.05 + 0.95 * fall)
@@ -146,7 +150,7 @@ def start_group(device: torch.device) -> None:
 
 
 def shard(model: nn.Module, args: Arguments, device: torch.device) -> nn.Module:
-    """Makes every transformer block a unit of its own, and the rest one with the root."""
+    """Makes every transformer block one unit, and the rest of the model another unit (the root)."""
     low = getattr(torch, args.dtype)
     if args.api == "fully_shard":
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -166,7 +170,7 @@ def shard(model: nn.Module, args: Arguments, device: torch.device) -> nn.Module:
 
 
 def progress_bar(rank: int) -> tqdm:
-    """Returns a bar that runs from 0 to 1; in a log file it prints every ten seconds only."""
+    """Returns a bar that runs from 0 to 1; in a log file the bar prints only every ten seconds."""
     return tqdm(
         total=1.0,
         disable=rank != 0,
@@ -177,7 +181,7 @@ def progress_bar(rank: int) -> tqdm:
 
 
 def clip(model: nn.Module, limit: float) -> Tensor:
-    """Clips the gradients by the norm of all of them, over all ranks, and returns that norm."""
+    """Clips the gradients by their total norm over all ranks, and returns that norm."""
     if isinstance(model, FSDP):
         return model.clip_grad_norm_(limit)
     return torch.nn.utils.clip_grad_norm_(model.parameters(), limit).full_tensor()
@@ -196,7 +200,7 @@ def take_step(
 
 
 def mean_over_ranks(device: torch.device, *values: float) -> list[float]:
-    """Returns the means over all ranks, the same numbers on each. Every rank must call it."""
+    """Returns the mean of each value over all ranks. Every rank must call it."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist()
@@ -210,7 +214,7 @@ def train(
     Returns the history, one dict a step, and whether the run is complete.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    rng = torch.Generator().manual_seed(args.seed * 1000 + rank)  # other data on each rank
+    rng = torch.Generator().manual_seed(args.seed * 1000 + rank)  # each rank draws other data
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     history: list[dict] = []
     bar = progress_bar(rank)
@@ -230,7 +234,7 @@ def train(
         if done % 10 == 1:
             memory = memory_mb()
         if rank == 0 and not history and hasattr(model, "precision_line"):
-            bar.write(model.precision_line)  # complete since the first forward
+            bar.write(model.precision_line)  # the line is complete after the first forward
         history.append(
             {
                 "step": done,
@@ -248,7 +252,7 @@ def train(
 
 
 def show(bar: tqdm, entry: dict, progress: float) -> None:
-    """Moves the progress bar to this share of the run and shows the last step's figures."""
+    """Moves the progress bar to `progress` (0 to 1) and shows the last step's figures."""
     bar.set_postfix_str(
         f"step {entry['step']}, loss {entry['loss']:.3f}, {entry['bits_per_byte']:.2f} bits/byte, "
         f"{entry['tokens_per_second']:,.0f} tokens/s, "
@@ -259,7 +263,7 @@ def show(bar: tqdm, entry: dict, progress: float) -> None:
 
 
 def draw_curve(history: list[dict], validation: float | None, path: Path, title: str) -> None:
-    """Draws bits per byte over steps as a PNG: each step, a running mean, and the last check."""
+    """Draws bits per byte over steps as a PNG: each step, a running mean, the final validation."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -285,7 +289,7 @@ def draw_curve(history: list[dict], validation: float | None, path: Path, title:
 
 
 def load_plain(path: Path, config: GPTConfig, dtype: torch.dtype, device: torch.device) -> GPT:
-    """Loads saved weights into the plain model: nothing of FSDP takes part in this."""
+    """Loads saved weights into the plain model, without any part of FSDP."""
     plain = GPT(config)
     plain.load_state_dict(torch.load(path, weights_only=True))
     return plain.to(device, dtype)
@@ -297,7 +301,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
         weights = {name: value.cpu() for name, value in model.state_dict().items()}
     else:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(model, options=options)  # empty but on rank 0
+        weights = get_model_state_dict(model, options=options)  # empty except on rank 0
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(weights, path)
@@ -419,9 +423,9 @@ def launch(ranks: int) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
     try:
         run.main(["--standalone", f"--nproc-per-node={ranks}", *sys.argv])
-    except SignalException as error:  # Ctrl-C: the ranks have been told and have ended
+    except SignalException as error:  # Ctrl-C: the ranks got the signal and have ended
         return 128 + error.sigval
-    except ChildFailedError as error:  # the rank itself has printed why
+    except ChildFailedError as error:  # the rank has printed its error
         return next(iter(error.failures.values())).exitcode
     return 0
 

@@ -39,7 +39,7 @@ def board_open() -> tuple[int, int]: ...
 def board_begin(what: str, /) -> None: ...
 def board_end() -> None: ...
 
-# A contiguous, writable tensor or array in host memory: DLPack or the buffer protocol.
+# A contiguous, writable tensor or array in host memory, passed by DLPack or the buffer protocol.
 _Array = Any
 
 class _Callbacks(Protocol):
@@ -52,7 +52,8 @@ class _Callbacks(Protocol):
     ) -> object: ...
     def broadcast(self, memory: NDArray[np.uint8], root: int, what: str) -> object: ...
     def barrier(self, what: str) -> object: ...
-    # With a true attribute `flies` also post, land and give_up: fsdpc/_comm/collectives.py.
+    # If the attribute `flies` is true, the callbacks also have post, land and give_up (see
+    # fsdpc/_comm/collectives.py).
 
 @final
 class Comm:
@@ -125,8 +126,8 @@ class Comm:
         rank: int, seconds: float, what: str, missing: Sequence[int], more: str = "", /
     ) -> str: ...
 
-# (name, numel, storage, compute, reduce, trainable[, row_numel[, codec[, reduce_codec[,
-# feedback]]]])
+# The fields of a parameter: (name, numel, storage, compute, reduce, trainable[, row_numel[, codec[,
+# reduce_codec[, feedback]]]])
 _Spec = (
     tuple[str, int, str, str, str, bool]
     | tuple[str, int, str, str, str, bool, int]
@@ -361,11 +362,11 @@ class Tree:
 
 # --- optimizer steps: see csrc/optim/optim.h ---
 
-# lr, beta1, beta2, eps, weight_decay, scale, clip, decoupled, maximize, nesterov, stochastic,
-# keeps_grads, seed
+# The fields of a rule: lr, beta1, beta2, eps, weight_decay, scale, clip, decoupled, maximize,
+# nesterov, stochastic, keeps_grads, seed
 _Rule = tuple[float, float, float, float, float, float, float, bool, bool, bool, bool, bool, int]
 
-_TableKind = Literal["adam", "sgd", "lion"]  # an element's step needs no other element
+_TableKind = Literal["adam", "sgd", "lion"]  # kinds whose step updates each element on its own
 _StepKind = _TableKind | Literal["mini", "adam8", "edges8"]
 
 def optim_step(
@@ -424,7 +425,8 @@ def activation_unpack(values: _Array, codes: _Array, scales: _Array, device: int
 
 # --- coded rows of frozen weights: see csrc/codec/codec.h ---
 
-# Name, elements of a block, bits of a code, whether weights are gathered and gradients sent so.
+# The fields of a codec: name, elements of a block, bits of a code, whether weights can be gathered
+# in this codec, whether gradients can be sent in this codec.
 CODECS: tuple[tuple[str, int, int, bool, bool], ...]
 
 def row_codes_bytes(codec: str, row: int) -> int: ...

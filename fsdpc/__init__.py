@@ -30,7 +30,7 @@ _FSDP2 = (
     "register_fsdp_forward_method",
     "share_comm_ctx",
 )
-# The module of each public name, except for the names of fsdpc.api.
+# The module that defines each public name. Names that are missing here are defined in fsdpc.api.
 _HOME = {
     **dict.fromkeys(_EXCEPTIONS, "fsdpc._C"),
     **dict.fromkeys(_FSDP2, "fsdpc._fsdp2.module"),
@@ -47,7 +47,9 @@ _HOME = {
     "set_collectives": "fsdpc._comm.bootstrap",
     "uninstall": "fsdpc._install",
 }
-# The module that registers each function of a companion: imported when the function is needed.
+# A companion is a part of the package that an installation may lack. For each function that a
+# companion registers: the module that registers it. The module is imported when the function is
+# first asked for.
 _REGISTERED_BY = {
     "explain": "fsdpc.plan.noticed",
     "steps": "fsdpc._companions.stepping",
@@ -154,8 +156,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _import_companion(what: str) -> None:
-    """Import the companion that registers ``what`` (see ``_engine/companions.py``), unless its
-    folder was left out.
+    """Import the companion module that registers the function ``what`` (see
+    ``_engine/companions.py``). Do nothing if the companion's folder is missing from this
+    installation.
     """
     name = _REGISTERED_BY[what]
     try:

@@ -1,7 +1,7 @@
-"""``python -m fsdpc COMMAND``: a table of commands, each imported at its call.
+"""The command line ``python -m fsdpc COMMAND``.
 
-A command is a module with ``add_arguments(parser)`` and ``run(arguments)``,
-which returns the exit code.
+A command is a module with two functions: ``add_arguments(parser)``, and ``run(arguments)``, which
+returns the exit code. The module is imported when the command is called.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-# Each command's module, and its line in the usage text.
+# For each command: its module, and its description in the usage text.
 COMMANDS = {
     "check": ("fsdpc.plan.check", "does the sharded model train like the unsharded one?"),
     "checkpoint": ("fsdpc.checkpoint.cli", "verify, inspect, compare and convert checkpoints"),
@@ -27,20 +27,20 @@ COMMANDS = {
         "a step at 8 to 100,000 ranks: where each strategy stops scaling",
     ),
 }
-READER_ENDED = 141  # what shells report of a program that SIGPIPE ended
+READER_ENDED = 141  # the exit code that shells report for a program that SIGPIPE has ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit code, 2 for a wrong command line, or 141 if the program
-    that reads the output (``| head``) has ended.
+    """Run one command. Return the command's exit code, 2 if the command line is wrong, or 141 if
+    the program that reads the output (such as ``| head``) has ended.
     """
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
     except BrokenPipeError:
-        if not _reader_ended():  # another pipe, such as one to a rank
+        if not _reader_ended():  # another pipe is broken, such as one to a rank
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
         return READER_ENDED
     return code
 

@@ -1,16 +1,19 @@
-"""``fsdpc.install()``: fsdpc behind the FSDP1 names of ``torch.distributed.fsdp``.
+"""``fsdpc.install()``, which binds names of ``torch.distributed.fsdp`` to fsdpc's classes and
+functions.
 
-Three things change, and ``uninstall()`` puts each of them back:
+For FSDP1 three things change, and ``uninstall()`` puts each of them back:
 
 - Names: module-level references to torch's class or gradient scaler become fsdpc's, in torch's
   public modules and in modules imported before. torch's private modules keep their references.
-- The constructor: a call of torch's class, through a kept reference, makes an fsdpc model.
-- Static methods of both classes dispatch on the model: torch's models, made before or after, run
-  torch's code. These last two changes let torch's private modules work with both classes.
+- The constructor: a call of torch's class, through a reference that still names this class, makes
+  an fsdpc model.
+- Static methods of both classes dispatch on the model: torch's models, made before or after the
+  call, run torch's code. The last two changes let torch's private modules work with both classes.
 
-FSDP2: module-level references to ``fully_shard`` and the functions beside it become fsdpc's, which
-leave modules of torch's ``fully_shard`` to torch. ``FSDPModule`` stays torch's: fsdpc's derives
-from it.
+For FSDP2, module-level references to ``fully_shard``, ``register_fsdp_forward_method`` and
+``share_comm_ctx`` become fsdpc's. For a module of torch's ``fully_shard``, fsdpc's
+``register_fsdp_forward_method`` calls torch's function. ``FSDPModule`` stays torch's class, because
+fsdpc's class derives from it.
 
 The enums, policies and configuration classes do not change.
 """
@@ -52,12 +55,14 @@ _undo: list[Callable[[], None]] = []
 
 
 def install(interface: str = "both") -> None:
-    """Bind names of ``torch.distributed.fsdp`` to fsdpc's. Local; a second call is a no-op.
+    """Bind names of ``torch.distributed.fsdp`` to fsdpc's classes and functions. Local; a second
+    call is a no-op.
 
-    ``interface``: "FullyShardedDataParallel", "fully_shard" or "both" (``ValueError``: another
-    value). Afterwards every module-level reference to torch's ``FullyShardedDataParallel`` is
-    fsdpc's, also in modules imported before. Models of torch's class keep working, as instances of
-    both. ``RuntimeError``, on instantiation: the class was derived from torch's before this call.
+    ``interface``: "FullyShardedDataParallel", "fully_shard" or "both" (``ValueError`` for other
+    values). Unless ``interface`` is "fully_shard", every module-level reference to torch's
+    ``FullyShardedDataParallel`` is fsdpc's class after the call, also in modules imported before.
+    Models of torch's class keep working and count as instances of both classes. A class that was
+    derived from torch's class before the call raises ``RuntimeError`` when it is instantiated.
     """
     if interface not in ("both", NAME, "fully_shard"):
         raise ValueError(
@@ -90,8 +95,8 @@ def _install_fsdp1() -> None:
 def uninstall() -> None:
     """Undo ``install()``. Local; a no-op without ``install()``.
 
-    Models made in between stay fsdpc's. User modules that imported a name in between keep fsdpc's
-    class.
+    Models made between the two calls stay fsdpc's. User modules that imported a name between the
+    two calls keep fsdpc's class.
     """
     with _lock:
         while _undo:
@@ -99,7 +104,7 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """True between ``install()`` and ``uninstall()``. Local."""
+    """Return whether ``install()`` is in effect. Local."""
     return bool(_undo)
 
 
@@ -111,7 +116,9 @@ def _is_torchs(module_name: str) -> bool:
 
 
 def _references(value: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """``(module name, its namespace, name)`` for every module-level reference to ``value``."""
+    """Yield ``(module name, the module's namespace, name)`` for every module-level reference to
+    ``value``.
+    """
     for module_name, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType):
             continue
@@ -145,8 +152,8 @@ def _clean_torch(theirs: Any, ours: Any) -> None:
 
 
 def _stand_in_where_torch_needs_its_own() -> None:
-    """``torch...fully_sharded_data_parallel``: its functions must read torch's class from their
-    globals, but importers must get fsdpc's.
+    """Let importers of torch's module ``fully_sharded_data_parallel`` get fsdpc's class, while the
+    module's own functions read torch's class from their globals.
     """
     before = home.__class__
 
@@ -194,7 +201,7 @@ def _dispatch_static_methods() -> None:
 
 
 def _dispatcher(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator: calls the function of the class that made the model."""
+    """Return a decorator that calls the function of the class that made the model."""
     names = list(inspect.signature(theirs).parameters)
     name = "model" if "model" in names else "module"
     position = names.index(name)
@@ -211,7 +218,7 @@ def _dispatcher(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callabl
 
 
 def _belongs_to_torch(model: Any) -> bool:
-    """True if ``model`` has units of torch's class and none of fsdpc's."""
+    """Return whether ``model`` has units of torch's class and none of fsdpc's."""
     if not isinstance(model, nn.Module):
         return False
     made = {is_unit_module(m) for m in model.modules() if isinstance(m, TorchFSDP)}

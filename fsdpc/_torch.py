@@ -1,12 +1,13 @@
-"""torch's private names that fsdpc uses. No other file of the package uses one.
+"""The private names of torch that fsdpc uses. No other file of the package uses one.
 
-A torch release may rename private names. All of them are resolved when this file is imported, in
-microseconds; a missing name raises an ``ImportError`` that names it, before any model is changed.
-If only some supported versions of torch have a name, its alias here is ``None`` in the others.
+A torch release may rename private names. All of them are resolved when this file is imported, which
+takes microseconds. A missing name raises an ``ImportError`` with this name, before any model is
+changed. If only some of the supported versions of torch have a name, its alias here is ``None``
+under the other versions.
 
-Attributes of torch's objects cannot be imported. ``ATTRIBUTES`` lists by class those that fsdpc
-and its C extension read; they are checked too. ``MARKS`` lists attributes that torch or the user
-sets on single objects and that no class has.
+Attributes of torch's objects cannot be imported. ``ATTRIBUTES`` lists, by class, the attributes
+that fsdpc and its C extension read. The import checks these attributes too. ``MARKS`` lists
+attributes that torch or the user sets on single objects and that no class has.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def _missing(name: str) -> ImportError:
 
 
 def _find(module: str, name: str) -> Any:
-    """``name`` (with dots: an attribute of an attribute) in ``module``."""
+    """Return the object ``name`` of ``module``. A dot in ``name`` leads to an attribute of an
+    attribute.
+    """
     try:
         found = importlib.import_module(module)
         for part in name.split("."):
@@ -44,7 +47,7 @@ def _find(module: str, name: str) -> Any:
 
 
 def _maybe(module: str, name: str) -> Any:
-    """As ``_find``, but ``None`` if this version of torch has no such name."""
+    """Return what ``_find`` returns, or ``None`` if this version of torch has no such name."""
     try:
         return _find(module, name)
     except ImportError:
@@ -53,7 +56,7 @@ def _maybe(module: str, name: str) -> Any:
 
 # --- classes -------------------------------------------------------------------------------------
 
-# The state base class and phase enum of torch's FSDP.
+# Classes of torch's FSDP: the base class of its state objects, and the enum of its phases.
 FSDPState = _find("torch.distributed.fsdp._common_utils", "_FSDPState")
 TrainingState = _find("torch.distributed.fsdp._common_utils", "TrainingState")
 FlatParameter = _find("torch.distributed.fsdp._flat_param", "FlatParameter")
@@ -73,24 +76,26 @@ TensorProperties = _find("torch.distributed._shard.sharded_tensor", "TensorPrope
 ShardMetadata = _find("torch.distributed._shard.sharding_spec", "ShardMetadata")
 EnumerableShardingSpec = _find("torch.distributed._shard.sharding_spec", "EnumerableShardingSpec")
 
-# What a DTensor is made of; the placement of rows that tensor parallelism has cut as well; results
-# of collectives that may be in flight.
+# The spec and the metadata of a DTensor; the placement of a dimension that both FSDP and tensor
+# parallelism shard; a tensor that is the result of a collective, perhaps still in flight.
 DTensorSpec = _find("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
 TensorMeta = _find("torch.distributed.tensor._dtensor_spec", "TensorMeta")
 StridedShard = _find("torch.distributed.tensor.placement_types", "_StridedShard")
 AsyncCollectiveTensor = _find("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
 
 # Compares types, dtypes, devices, shapes and strides of many tensors with those of an earlier time.
-# None if torch has no such class: a save then keeps nothing of what it has read.
+# None if torch has no such class: checkpoint saves then keep nothing for later saves.
 TensorGuards = _maybe("torch._C._dynamo.guards", "TensorGuards")
 
-# Modes: one sees every operation that torch runs, one every call of a function of torch.
+# Modes: the first sees every operation that torch runs, the second every call of a torch function.
 TorchDispatchMode = _find("torch.utils._python_dispatch", "TorchDispatchMode")
 TorchFunctionMode = _find("torch.overrides", "TorchFunctionMode")
 
 
 def fake_tensors() -> Any:
-    """The module of ``FakeTensorMode``, imported on demand: the import takes long."""
+    """Return the module of ``FakeTensorMode``. It is imported on demand, because the import takes
+    long.
+    """
     _find("torch._subclasses.fake_tensor", "FakeTensorMode")
     _find("torch._subclasses.fake_tensor", "unset_fake_temporarily")
     return sys.modules["torch._subclasses.fake_tensor"]
@@ -98,7 +103,9 @@ def fake_tensors() -> Any:
 
 @functools.cache
 def dcp_index_classes() -> dict[tuple[str, str], Any]:
-    """What a DCP folder's pickled index consists of, by module and name; imported on demand."""
+    """Return the classes that a DCP folder's pickled index consists of, by module and name. They
+    are imported on demand.
+    """
     home = "torch.distributed.checkpoint"
     names = [(f"{home}.metadata", name) for name in (
         "Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
@@ -119,12 +126,16 @@ def dcp_index_classes() -> dict[tuple[str, str], Any]:
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """How many users a storage has: tensors, and its object in Python if there is one."""
+    """Return the number of users of a storage: tensors, and the storage's Python object if there is
+    one.
+    """
     return int(_storage_use_count(storage._cdata))
 
 
 def group_timeouts() -> list[float]:
-    """Seconds after which collectives of the default group fail, for its backends that say so."""
+    """Return the timeouts, in seconds, of the default group's collectives, for the backends that
+    have this option.
+    """
     group = torch.distributed.group.WORLD
     found = []
     for device in group._device_types if group is not None else ():
@@ -137,7 +148,7 @@ def group_timeouts() -> list[float]:
 
 # The communication hooks that torch ships.
 default_hooks = _find("torch.distributed.algorithms._comm_hooks", "default_hooks")
-# Pytrees; not all supported versions have a public module for them.
+# Functions on pytrees. Not all supported versions of torch have a public module for them.
 tree_flatten = _find("torch.utils._pytree", "tree_flatten")
 tree_leaves = _find("torch.utils._pytree", "tree_leaves")
 tree_map = _find("torch.utils._pytree", "tree_map")
@@ -150,15 +161,17 @@ default_group = _find("torch.distributed.distributed_c10d", "_get_default_group"
 process_group_store = _maybe("torch.distributed.distributed_c10d", "_get_process_group_store")
 # Backward hooks of all modules.
 global_backward_hooks = _find("torch.nn.modules.module", "_global_backward_hooks")
-# Whether autocast is enabled for any device type, by the cheapest call.
+# The cheapest function that tells whether autocast is enabled for any device type.
 is_any_autocast_enabled = _find("torch._C", "_is_any_autocast_enabled")
-# Id of the backward that runs on this thread (-1: none), whether its graph stays for another
-# backward, whether it runs a node, and its end-of-backward callbacks.
+# Functions about the backward that runs on this thread: its id (-1: none), whether its graph is
+# kept for another backward, and whether it will run a node.
 current_graph_task_id = _find("torch._C", "_current_graph_task_id")
 keeps_graph = _find("torch._C", "_autograd._get_current_graph_task_keep_graph")
 will_execute = _find("torch._C", "_will_engine_execute_node")
-# torch.func: whether a transform runs, which tensors it has wrapped, and what they wrap. Asking for
-# the level would make a state of torch.func in the thread, which each node of autograd copies.
+# Functions of torch.func: whether a transform is active, whether a transform has wrapped a tensor,
+# and what the tensor wraps. To ask for the transform's level instead would create a state of
+# torch.func in the thread, and each autograd node would copy this state. Last, the function that
+# adds a callback at the end of a backward.
 transforms_active = _find("torch._C", "_are_functorch_transforms_active")
 without_transforms = _find("torch._C", "_DisableFuncTorch")
 is_wrapped = _find("torch._C", "_functorch.is_functorch_wrapped_tensor")
@@ -169,7 +182,8 @@ queue_callback = _find("torch.autograd", "Variable._execution_engine.queue_callb
 profiler_flags = vars(torch.autograd.profiler)
 PROFILES = "_is_profiler_enabled"
 _find("torch.autograd.profiler", PROFILES)
-# Autograd's check of saved tensors compares version counters.
+# Functions that set, increment and preserve version counters, which autograd's check of saved
+# tensors compares.
 set_version_counters = _find("torch._C", "_autograd._unsafe_set_version_counter")
 increment_version_counters = _find("torch._C", "_increment_version")
 preserved_versions = _find("torch.autograd.grad_mode", "_unsafe_preserve_version_counter")
@@ -181,29 +195,32 @@ foreach_lerp = _find("torch", "_foreach_lerp_")
 current_raw_stream = _maybe("torch._C", "_cuda_getCurrentRawStream")
 if torch.backends.cuda.is_built() and current_raw_stream is None:
     raise _missing("torch._C._cuda_getCurrentRawStream")
-# Sets the compiler's strategy for frames of a code object. SKIP_FRAME skips the frame itself, not
-# its callees, SKIP_CALLEES both.
+# Sets the compiler's strategy for frames of a code object. SKIP_FRAME skips the frame itself, but
+# not its callees; SKIP_CALLEES skips both.
 set_code_exec_strategy = _find("torch._C", "_dynamo.eval_frame.set_code_exec_strategy")
 _Strategy = _find("torch._C", "_dynamo.eval_frame._FrameExecStrategy")
 _Action = _find("torch._C", "_dynamo.eval_frame._FrameAction")
 SKIP_FRAME = _Strategy(_Action.SKIP, _Action.DEFAULT)
 SKIP_CALLEES = _Strategy(_Action.SKIP, _Action.SKIP)
-# The hooks called before the steps of every optimizer; below, those of a single optimizer.
+# The hooks called before the steps of every optimizer. The function below returns those of a single
+# optimizer.
 global_step_pre_hooks = _find("torch.optim.optimizer", "_global_optimizer_pre_hooks")
 
 
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
-    """The step pre-hooks of this optimizer alone."""
+    """Return the step pre-hooks of this optimizer only, without the global ones."""
     return optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined, no-any-return]
 
 
 def first_step_post_hook(optimizer: torch.optim.Optimizer) -> int | None:
-    """The id of the hook that is called first behind the optimizer's steps. Local."""
+    """Return the id of the first hook that is called after a step, or None. Local."""
     return next(iter(optimizer._optimizer_step_post_hooks), None)  # type: ignore[attr-defined]
 
 
 def calls_hooks(optimizer: object) -> bool:
-    """Whether a step of this object calls its hooks; a wrapper around an optimizer does not."""
+    """Return whether a step of this object calls the object's hooks. A wrapper around an optimizer
+    does not.
+    """
     return hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
@@ -215,30 +232,31 @@ total_norm = _find("torch.nn.utils.clip_grad", TOTAL_NORM)
 # The function by which clip_grad_norm_ and clip_grads_with_norm_ scale gradients.
 CLIP_BY_NORM = "_clip_grads_with_norm_"
 _find("torch.nn.utils.clip_grad", CLIP_BY_NORM)
-# Collects a group's parameters, gradients and states at the start of a step; a method of each
-# class of torch.optim.
+# The method of each class of torch.optim that collects a group's parameters, gradients and states
+# at the start of a step.
 INIT_GROUP = "_init_group"
 _find("torch.optim", f"Adam.{INIT_GROUP}")
 # DTensor's random operations use the tracker in this module, if there is one.
 RNG_TRACKER = "_rng_tracker"
 dtensor_random = _find("torch.distributed.tensor", "_random")
 _find("torch.distributed.tensor._random", "_RNGStateTracker._distribute_region")
-# The function that every backward goes through, under its name in torch.autograd; the method that
-# puts hooks around the step of a class of optimizers.
+# The name in torch.autograd of the function that every backward calls, and the name of the method
+# that adds hooks to the step of a class of optimizers.
 RUN_BACKWARD = "_engine_run_backward"
 _find("torch.autograd", RUN_BACKWARD)
 PROFILE_STEP = "profile_hook_step"
 _find("torch.optim", f"Optimizer.{PROFILE_STEP}")
-# The function for a parameter's names in torch.distributed.checkpoint.state_dict (on demand).
+# The function in torch.distributed.checkpoint.state_dict that returns a parameter's names. That
+# module is imported on demand.
 GET_FQNS = "_get_fqns"
 # The module with torch's wrapper for checkpointed modules (imported on demand).
 CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
-# Where torch's fully_shard.state finds what was made of a module.
+# The key under which torch's fully_shard.state finds the state of a module.
 STATE_KEY = _find("torch.distributed._composable.contract", "STATE_KEY")
-# Where torch's replicate and fully_shard find, by name, which of them a module has.
+# The key under which torch records whether replicate or fully_shard was applied to a module.
 REGISTRY_KEY = _find("torch.distributed._composable.contract", "REGISTRY_KEY")
-# The older path to fully_shard, which frameworks import.
+# The older modules from which frameworks import fully_shard.
 COMPOSABLE = (
     "torch.distributed._composable.fsdp",
     "torch.distributed._composable.fsdp.fully_shard",
@@ -250,13 +268,15 @@ COMPILER = "torch._dynamo"
 
 
 def compiled_class() -> type[nn.Module] | None:
-    """The class of modules that ``torch.compile`` returns; ``None`` without a loaded compiler."""
+    """Return the class of the modules that ``torch.compile`` returns, or ``None`` if no compiler is
+    loaded.
+    """
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return None if frames is None else frames.OptimizedModule
 
 
 def compiled_from(module: nn.Module) -> nn.Module:
-    """The module that ``torch.compile`` was given for ``module``."""
+    """Return the module from which ``torch.compile`` made ``module``."""
     original: nn.Module = module._modules["_orig_mod"]  # type: ignore[assignment]
     return original
 
@@ -273,7 +293,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "_post_accumulate_grad_hooks",
         "_version",
     ),
-    "torch._C._FunctionBase": ("_register_hook_dict", "_sequence_nr"),  # a node of the graph
+    "torch._C._FunctionBase": ("_register_hook_dict", "_sequence_nr"),  # an autograd node
     "torch.distributed.ProcessGroup": ("_device_types", "_get_backend"),
     "torch.nn.Module": (
         "_apply",
@@ -307,7 +327,7 @@ MARKS = frozenset(
         "_checkpoint_wrapped_module",  # activation checkpointing's name of the wrapped module
         "_in_backward_optimizers",  # on a parameter: optimizers that step in backward
         "_is_flat_param",  # makes isinstance(p, FlatParameter) true
-        "_is_profiler_enabled",  # in torch.autograd.profiler: a profiler runs
+        "_is_profiler_enabled",  # in torch.autograd.profiler: true while a profiler runs
         "_metadata",  # on a state dict: versions of its modules
         "_wrap_overrides",  # on a module: arguments of its unit that replace the common ones
     }
@@ -319,7 +339,7 @@ def _check_attributes() -> None:
         home, _, name = path.rpartition(".")
         owner = _find(home, name)
         for attribute in names:
-            # A module's tables are set in its constructor.
+            # The constructor of nn.Module sets its tables, so the class does not have them.
             if not hasattr(nn.Module() if owner is nn.Module else owner, attribute):
                 raise _missing(f"{path}.{attribute}")
 

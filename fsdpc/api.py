@@ -1,7 +1,7 @@
 """Enums and configuration classes of the front end: torch's own objects under fsdpc's name.
 
-Re-exported and never redefined, so that equality, ``isinstance`` and pickles hold between a
-script's ``torch.distributed.fsdp`` imports and its ``fsdpc`` imports. No logic lives here.
+The objects are re-exported and never redefined. So equality, ``isinstance`` and pickles work
+between a script's imports from ``torch.distributed.fsdp`` and its imports from ``fsdpc``.
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy

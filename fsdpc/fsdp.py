@@ -1,11 +1,11 @@
-"""The wrapper class: torch's FullyShardedDataParallel by name, argument order and behaviour, over
-fsdpc's engine.
+"""The wrapper class, which has the name, argument order and behaviour of torch's
+FullyShardedDataParallel and uses fsdpc's engine.
 
 The methods are short and delegate to ``_fsdp1``: ``args`` checks and resolves arguments,
 ``collect`` finds parameters, ``materialize`` and ``wrap`` prepare the module, ``root`` sets up a
-tree of units; ``summon``, ``convert``, ``state`` and ``optim`` do what their names state. A step
-runs in C: the hooks registered in ``_shard`` are C callables, and ``forward`` adds one Python frame
-per unit.
+tree of units; ``summon`` shows full parameters, ``convert`` changes dtypes and devices, ``state``
+and ``optim`` make and load state dicts. A step runs in C: the hooks that ``_shard`` registers are C
+callables, and ``forward`` adds one Python frame per unit.
 """
 
 from __future__ import annotations
@@ -71,24 +71,26 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
     """Shard ``module``'s parameters, gradients and optimizer state over the ranks of a process
     group.
 
-    Same arguments, defaults and exceptions as ``torch.distributed.fsdp.FullyShardedDataParallel``.
-    Collective: every rank of the group must construct the instance with an equal module and equal
-    options (``MismatchError`` names the difference).
+    The arguments, defaults and exceptions are those of
+    ``torch.distributed.fsdp.FullyShardedDataParallel``. Collective: every rank of the group must
+    construct the instance with an equal module and equal options (``MismatchError`` names the
+    difference).
 
-    fsdpc also permits: training on the CPU (a CPU module without ``device_id``), and there
-    ``sync_module_states``; 0-dim parameters, several dtypes, and frozen beside trainable parameters
-    in one unit, with either ``use_orig_params``; ``cpu_offload`` on a CPU device (a no-op).
+    In addition to torch's class, fsdpc permits training on the CPU (a CPU module without
+    ``device_id``), also with ``sync_module_states``. With both values of ``use_orig_params``, one
+    unit may have 0-dim parameters, parameters of several dtypes, and frozen and trainable
+    parameters. ``cpu_offload`` on a CPU device has no effect.
     """
 
     _fsdpc_is_unit = True
     _fsdpc_host = property(lambda self: self)
     _front = _root.FRONT
     _summing = property(_comm_hooks.summing_of)
-    _others = ()  # an instance has one unit
+    _others = ()  # further units besides _unit; this class never has any
 
-    # What an instance begins with; the rest is set by the constructor and _init_state.
+    # Initial values of attributes; the constructor and _init_state set the other attributes.
     _unit: HandledUnit | None = None
-    _pass_unit: HandledUnit | None = None  # of a root without parameters
+    _pass_unit: HandledUnit | None = None  # the unit that a root without parameters uses
     _tree: Any = None
     _root: weakref.ref[FullyShardedDataParallel] | None = None
     _is_root: bool | None = None  # None: not known before the first pass
@@ -160,8 +162,8 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         _dcp.attach()
 
     def _show_options(self, options: _args.Options) -> None:
-        """Keep the options, and show them under the names that torch's class has for them."""
-        # A function of the user's may keep anything alive.
+        """Store the options, and set the attributes that torch's class has for them."""
+        # param_init_fn is not stored, because the user's function may keep other objects alive.
         self._options = replace(options, param_init_fn=None)
         self.cpu_offload = options.cpu_offload or CPUOffload()
         self.mixed_precision = options.mixed_precision or MixedPrecision()
@@ -205,7 +207,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         )
 
     def _init_state(self) -> None:
-        """Set the attributes that have no first value in the class, which instances would share."""
+        """Set the attributes whose initial values may not be shared by instances."""
         self._mark_handles: list[Any] = []
         self._buffer_dtypes: dict[str, torch.dtype] = {}
         self._full_precision_eval = _eval.asked()
@@ -225,12 +227,14 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             self._shard(infos)
 
     def forget_unit_hooks(self) -> None:
-        """Reset the hooks around ``forward`` to those of an instance without a unit. Local."""
+        """Set the functions that run before and after ``forward`` to those of an instance without a
+        unit. Local.
+        """
         self._enter: Callable[..., Any] = _root.enter_without_unit
         self._leave: Callable[..., Any] = _leave_without_unit
 
     def _shard(self, infos: list[ParamInfo]) -> None:
-        """Make the engine's unit from full parameters and use its hooks. Collective."""
+        """Make the engine's unit from full parameters and register the unit's hooks. Collective."""
         options = self._options.for_unit(self.sharding_strategy)
         _elementwise.install()
         former = () if self._unit is None else self._unit.flat_params
@@ -247,9 +251,9 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
 
     @not_traced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module on full parameters. The root's input tensors are moved to its
-        device; mixed precision casts floating ones to ``param_dtype``. Collective, except for units
-        that run on some ranks only.
+        """Run the wrapped module on full parameters. The root's input tensors are moved to the
+        compute device. With mixed precision, floating-point inputs are cast to ``param_dtype``.
+        Collective, except for units that run on some ranks only.
         """
         if self._full_precision_eval and not self.training and _eval.applies(self):
             return _eval.forward(self, args, kwargs)
@@ -260,7 +264,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         except BaseException as error:
             explain(error, "forward", host=self)
             raise
-        if prepared is not None:  # views of the arguments, with hooks of the engine
+        if prepared is not None:  # arguments, replaced by views that have the engine's hooks
             args, kwargs = prepared
         try:
             if self._prepare_inputs is not None:
@@ -273,19 +277,22 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
                 unit.flat.forward_failed()
             raise
         copied = self._leave(kwargs, args, output)
-        if copied is not None:  # copies of outputs in the unit's gathered memory, views of inputs
+        # The hook replaces outputs whose memory is that of gathered parameters by copies, and
+        # inputs that ``forward`` returns by views.
+        if copied is not None:
             output = copied
         if autocasts():
-            # Autocast caches low-precision weights, in the end those of the whole model.
+            # Autocast caches low-precision copies of weights. Without this call, the cache would
+            # have copies of all weights of the model when forward ends.
             torch.clear_autocast_cache()
         return output
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Context in which backward accumulates unsharded gradients in fp32 without reducing them;
-        the first backward outside reduces the sum.
+        """Return a context in which backward accumulates unsharded gradients in fp32 without
+        reducing them. The first backward after the context reduces the sum.
 
-        Root only (``RuntimeError``) and between steps (``ValueError``). Local, but every rank must
-        enter the context.
+        Call this method on the root (else ``RuntimeError``) and between steps (else
+        ``ValueError``). Local, but every rank must enter the context.
         """
         lazy_init(self)
         if not self._is_root:
@@ -302,9 +309,10 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         over the units' sharding groups.
 
         ``norm_type`` may be any p or ``inf``. Returns the norm before clipping, a 0-dim tensor in
-        the promoted dtype of all gradients (without any: fp32, with a warning). Gradients are
-        multiplied by ``min(1, max_norm / (norm + 1e-6))`` in place. On a GPU there is no host sync.
-        ``RuntimeError``: ``self`` is not the root. ``ValueError``: called during a step.
+        the promoted dtype of all gradients. If there is no gradient, the dtype is fp32 and a
+        warning is given. Gradients are multiplied by ``min(1, max_norm / (norm + 1e-6))`` in place.
+        On a GPU there is no host sync. ``RuntimeError``: ``self`` is not the root. ``ValueError``:
+        called during a step.
         """
         lazy_init(self)
         if not self._is_root:
@@ -327,15 +335,16 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Context in which the units in ``module`` show full parameters in storage dtype under
-        clean names.
+        """Return a context in which the units in ``module`` show full parameters in storage dtype,
+        under their names in the unwrapped model.
 
-        ``module`` may be a plain module that contains units. Values are private copies in the
-        original shapes: with ``writeback`` the parameters registered on exit are written to the
-        shards, without it changes are dropped (except in unsharded units). ``rank0_only``: the
-        group's other ranks keep their shards. ``with_grads``: ``.grad`` is full too. Buffers do not
-        change. Collective on entry. ``NotImplementedError``: ``rank0_only`` with ``writeback``.
-        ``AssertionError``: called during forward or backward, or a unit is summoned already.
+        ``module`` may be a plain module that contains units. The values are private copies in the
+        original shapes. With ``writeback``, the parameters that the modules have when the context
+        ends are written to the shards; without ``writeback`` changes are dropped (except in
+        unsharded units). With ``rank0_only``, the group's other ranks keep their shards. With
+        ``with_grads``, ``.grad`` is also full. Buffers do not change. Collective on entry.
+        ``NotImplementedError``: ``rank0_only`` with ``writeback``. ``AssertionError``: called
+        during forward or backward, or a unit is summoned already.
         """
         _args.check_model("summon_full_params", module)
         return _summon.summon_full_params(
@@ -343,7 +352,8 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         )
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """``nn.Module.apply`` on full parameters, with write-back, one unit at a time. Collective.
+        """Call ``nn.Module.apply`` on full parameters, one unit at a time, and write changes back
+        to the shards. Collective.
 
         Raises ``ValueError`` inside ``summon_full_params`` and during a step.
         """
@@ -352,7 +362,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             return super().apply(fn)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """``to``, ``half``, ``double``...: see ``fsdpc/_fsdp1/convert.py``."""
+        """Implement ``to``, ``half``, ``double`` and similar; see ``fsdpc/_fsdp1/convert.py``."""
         plain = super()._apply
         _convert.convert(self, fn, lambda: plain(fn, recurse))
         return self
@@ -360,10 +370,10 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
     # --- state dicts ---
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's state dict under clean names, of the type set by ``state_dict_type``.
-        Collective: every rank must call this method.
+        """Return the model's state dict, of the type that ``state_dict_type`` has set. The names
+        are those of the unwrapped model. Collective: every rank must call this method.
 
-        FULL (default): the unsharded model's shapes and storage dtypes; with
+        FULL (default): tensors with the unsharded model's shapes and storage dtypes. With
         ``FullStateDictConfig(rank0_only=True)`` ranks other than 0 get unmanaged parameters only.
         SHARDED: this rank's rows of each parameter, as ``ShardedTensor``, or as ``DTensor`` with
         ``device_mesh``. LOCAL: this rank's flat parameters (``RuntimeError`` with ``device_mesh``).
@@ -394,11 +404,13 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             if name == FSDP_WRAPPED or FSDP_WRAPPED not in self.__dict__.get("_modules", ()):
                 raise
             if name == "__deepcopy__":
-                raise  # else deepcopy would return a copy of the wrapped module alone
+                raise  # otherwise deepcopy would copy only the wrapped module
             return getattr(self._modules[FSDP_WRAPPED], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As ``__getattr__``: a tensor that replaces one of the wrapped module is set in it."""
+        """Set the attribute. A tensor that replaces a tensor of the wrapped module is set in the
+        wrapped module, from which ``__getattr__`` reads it.
+        """
         if isinstance(value, torch.Tensor) and not self._has_own(name):
             module = self.module
             if isinstance(getattr(module, name, None), torch.Tensor):
@@ -416,15 +428,15 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         return self.module[key]  # type: ignore[index]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As ``nn.Module.named_parameters``; inside ``summon_full_params`` names are the unwrapped
-        model's. Local.
+        """Yield names and parameters as ``nn.Module.named_parameters`` does. Inside
+        ``summon_full_params`` the names are those of the unwrapped model. Local.
         """
         for name, param in super().named_parameters(*args, **kwargs):
             yield self._shown_name(name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As ``nn.Module.named_buffers``; inside ``summon_full_params`` names are the unwrapped
-        model's. Local.
+        """Yield names and buffers as ``nn.Module.named_buffers`` does. Inside
+        ``summon_full_params`` the names are those of the unwrapped model. Local.
         """
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield self._shown_name(name), buffer
@@ -433,9 +445,9 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         return name.replace(FSDP_PREFIX, "") if self._summoned else name
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For ``copy.deepcopy``: an independent sharded copy without gradients, for averaged
-        weights, target networks and teachers. Collective, and between steps only
-        (``RuntimeError``). Pickles and shallow copies: ``TypeError``.
+        """Support ``copy.deepcopy``, which makes an independent sharded copy without gradients, for
+        averaged weights, target networks and teachers. Collective, and only between steps (else
+        ``RuntimeError``). Pickling and shallow copies raise ``TypeError``.
         """
         return _copy.copied, (_copy.Copying(self),)
 
@@ -447,16 +459,16 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """FSDP instances in ``module``, itself included, depth first. Local; with ``root_only``,
-        which forces lazy initialisation, collective.
+        """Return the FSDP instances in ``module``, depth first, including ``module`` itself. Local.
+        With ``root_only``, the call forces lazy initialisation and is collective.
         """
         _args.check_model("fsdp_modules", module)
         members = unit_modules(module)
         return [member for member in members if member.check_is_root()] if root_only else members
 
     def check_is_root(self) -> bool:
-        """True for the outermost FSDP instance of its tree. Collective if lazy initialisation,
-        which this call forces, has not run.
+        """Return True if this instance is the outermost FSDP instance of its tree. The call forces
+        lazy initialisation, and is collective if lazy initialisation has not run before.
         """
         lazy_init(self)
         return bool(self._is_root)
@@ -481,12 +493,16 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """This unit's sharded parameters, for an optimizer; empty without managed parameters."""
+        """This unit's sharded parameters, for an optimizer. The list is empty if the unit manages
+        no parameters.
+        """
         return [] if self._unit is None else list(self._unit.shard_params)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """Names of sharded parameters, which a DistributedDataParallel around this module skips."""
+        """Names of sharded parameters. DistributedDataParallel reads this attribute of a module
+        that it wraps, and skips these parameters.
+        """
         managed = {p for member in unit_modules(self) for p in member.params}
         return [name for name, param in self.named_parameters() if param in managed]
 
@@ -504,7 +520,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
 
 
 def _leave_without_unit(kwargs: dict[str, Any], args: tuple[Any, ...], output: Any) -> None:
-    """Post-forward hook of an instance without parameters: a no-op."""
+    """The post-forward hook of an instance without parameters, which does nothing."""
 
 
 FSDP = FullyShardedDataParallel

@@ -1,5 +1,5 @@
-"""torch's module name, for scripts that import from it: re-exports ``fsdpc.fsdp`` and
-``fsdpc.api``.
+"""The names of ``fsdpc.fsdp`` and ``fsdpc.api``, in a module with the name that torch's module has,
+for scripts that import from ``fully_sharded_data_parallel``.
 """
 
 from torch.distributed.fsdp import api as _torchs

@@ -1,8 +1,10 @@
-"""A frozen base in 4 bits: layers whose weights are codes, sharded and gathered as bytes.
+"""Layers with frozen weights of 4 bits per value. The weight parameter of such a layer consists of
+codes, which are sharded and gathered as bytes.
 
-Each row of a weight is coded by itself: its codes, then, from a multiple of 16 bytes on, its scales
-(``csrc/codec``). So a rank may own any rows, or any bytes of them, gathers bring codes, and what a
-layer decodes is the same on any number of ranks. A layer decodes in forward and again in backward.
+Each row of a weight is coded separately: first the codes of the row, then its scales, which begin
+at a multiple of 16 bytes (``csrc/codec``). A rank may therefore have any rows or any bytes of rows,
+and a gather transfers codes. The decoded values are the same on any number of ranks. A layer
+decodes its weight in forward and again in backward.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ __all__ = ["Embedding", "Linear", "dequantize", "quantize", "values"]
 
 M = TypeVar("M", bound=nn.Module)
 CODECS = ("nf4",)
-_AT_ONCE = 1 << 26  # values that a layer decodes at a time
+_AT_ONCE = 1 << 26  # the most values that a layer decodes at a time
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -31,9 +33,9 @@ _AT_ONCE = 1 << 26  # values that a layer decodes at a time
 
 @torch.library.custom_op("fsdpc::encode_rows", mutates_args=())
 def encode_rows(rows: Tensor, codec: str) -> Tensor:
-    """The codes of each row of a matrix. Local."""
+    """Return the codes of each row of a matrix. Local."""
     size = (*rows.shape[:-1], _C.row_codes_bytes(codec, rows.shape[-1]))
-    # The padding is zero, so that equal weights have equal bytes.
+    # The padding must be zero, so that equal weights have equal bytes.
     coded = torch.zeros(size, dtype=torch.uint8, device=rows.device)
     _C.encode_rows(codec, rows.detach().contiguous(), coded, kernel_ordinal(rows))
     return coded
@@ -47,10 +49,10 @@ def _(rows: Tensor, codec: str) -> Tensor:
 
 @torch.library.custom_op("fsdpc::decode_rows", mutates_args=())
 def decode_rows(coded: Tensor, row: int, dtype: torch.dtype, codec: str) -> Tensor:
-    """The values of coded rows, of ``row`` values each. Local."""
+    """Return the values of coded rows. Each row has ``row`` values. Local."""
     found = torch.empty((*coded.shape[:-1], row), dtype=dtype, device=coded.device)
     coded = coded.contiguous()
-    if coded.data_ptr() % 16:  # it lies behind bytes of another size in its unit
+    if coded.data_ptr() % 16:  # not aligned if an earlier tensor's size is no multiple of 16
         coded = coded.clone()
     _C.decode_rows(codec, found, coded, kernel_ordinal(coded))
     return found
@@ -62,7 +64,9 @@ def _(coded: Tensor, row: int, dtype: torch.dtype, codec: str) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """``linear`` by a coded weight, of which at most ``_AT_ONCE`` values are decoded at a time."""
+    """The product of ``linear`` with a coded weight. At most ``_AT_ONCE`` values of the weight are
+    decoded at a time.
+    """
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, row: int, codec: str) -> Tensor:
@@ -85,7 +89,7 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             for part in _parts(weight, ctx.row):
                 more = grad[..., part] @ decode_rows(weight[part], ctx.row, grad.dtype, ctx.codec)
-                dx = more if dx is None else dx + more.float()  # a sum of parts is in float32
+                dx = more if dx is None else dx + more.float()  # parts are added in float32
             dx = None if dx is None else dx.to(grad.dtype)
         if ctx.needs_input_grad[2]:
             db = grad.reshape(-1, grad.shape[-1]).sum(0)
@@ -101,17 +105,19 @@ def _parts(weight: Tensor, row: int) -> list[slice]:
 
 
 class _Coded(nn.Module):
-    """A layer whose ``weight`` is codes. ``value_dtype``: the dtype that the weight had before."""
+    """A layer whose ``weight`` consists of codes. ``value_dtype``: the dtype that the weight had
+    before it was quantised.
+    """
 
     codec: str
     value_dtype: torch.dtype
     weight: nn.Parameter
     plain: type[nn.Module]  # the layer's class before it was quantised
-    width: str  # the attribute with the number of values in a row
+    width: str  # the name of the attribute that has the number of values in a row
 
     @property
     def row(self) -> int:
-        """Values in a row of the weight."""
+        """The number of values in a row of the weight."""
         found: int = getattr(self, self.width)
         return found
 
@@ -126,8 +132,9 @@ class _Coded(nn.Module):
 
 
 def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Quantise values that a layer loads. Refuse values that must be cut or converted first, also
-    where they have the shape of the codes, so that ``copy_`` would make bytes of them.
+    """Quantise floating-point values that a coded layer loads. Report values that cannot be
+    quantised (sharded values, 8-bit floats, values of another shape) as a loading error. Without
+    this check, ``copy_`` would convert values that have the shape of the codes to bytes.
     """
     key, own = f"{prefix}weight", module._parameters.get("weight")
     given = state.get(key)
@@ -149,26 +156,29 @@ def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *rest: A
 
 
 def can_encode(values: Any, shape: Sequence[int]) -> bool:
-    """Whether ``values`` has this shape and a dtype to encode; floats of 8 bits lack scales."""
+    """Return whether ``values`` has this shape and a dtype that can be encoded. 8-bit floats cannot
+    be encoded, because their scales are not known.
+    """
     wide: bool = values.is_floating_point() and values.dtype.itemsize > 1
     return wide and tuple(values.shape) == tuple(shape)
 
 
 class Linear(_Coded, nn.Linear):
-    """A ``torch.nn.Linear`` that ``quantize`` has changed: a frozen weight in codes, decoded to the
-    dtype of the input, or that of autocast. The bias is as before.
+    """A ``torch.nn.Linear`` that ``quantize`` has changed. The frozen weight consists of codes,
+    which are decoded to the dtype of the input or of autocast. The bias does not change.
 
-    ``weight``: uint8, (out_features, bytes of a row's codes and scales). As before, an input of
-    (..., in_features) gives (..., out_features), in the dtype of the input or of autocast.
-    ``RuntimeError``, on loading: values that are sharded, in 8 bits or of another shape than the
-    layer's. ``TypeError``: the input is not floating-point, such as that of a module that casts to
-    the weight's dtype; a call of ``reset_parameters``, because codes have no initialisation.
+    ``weight``: uint8, (out_features, bytes of a row's codes and scales). As in ``torch.nn.Linear``,
+    an input of shape (..., in_features) gives an output of shape (..., out_features), in the dtype
+    of the input or of autocast. ``RuntimeError``, on loading: the values are sharded, have 8 bits
+    or have another shape than the layer's weight. ``TypeError``: the input is not floating-point,
+    for example because a module casts the input to the weight's dtype; or ``reset_parameters`` is
+    called, because codes have no initialisation.
     """
 
     plain, width = nn.Linear, "in_features"
 
     def forward(self, input: Tensor) -> Tensor:
-        if not input.is_floating_point():  # else autocast makes floats of the bytes of a cast
+        if not input.is_floating_point():  # autocast would convert such an input to floats
             raise TypeError(
                 f"the input of {self} is {input.dtype}, but must be floating-point. A module that "
                 "casts its input to this weight's dtype (wo of T5) gets that of codes: name the "
@@ -183,12 +193,13 @@ class Linear(_Coded, nn.Linear):
 
 
 class Embedding(_Coded, nn.Embedding):
-    """A ``torch.nn.Embedding`` that ``quantize`` has changed: frozen codes, of which the rows that
-    are looked up are decoded, to the dtype that the weight had.
+    """A ``torch.nn.Embedding`` that ``quantize`` has changed. The frozen weight consists of codes.
+    Only the rows that are looked up are decoded, to the dtype that the weight had.
 
-    ``weight``: uint8, (num_embeddings, bytes of a row's codes and scales). As before, integers of
-    any shape (...) give (..., embedding_dim). ``IndexError``: an index that is not in the table;
-    the other errors are those of ``Linear``.
+    ``weight``: uint8, (num_embeddings, bytes of a row's codes and scales). As in
+    ``torch.nn.Embedding``, integers of any shape (...) give an output of shape (...,
+    embedding_dim). ``IndexError``: an index is not in the table. The other errors are those of
+    ``Linear``.
     """
 
     plain, width = nn.Embedding, "embedding_dim"
@@ -200,7 +211,7 @@ class Embedding(_Coded, nn.Embedding):
 
 
 def coded_layers(model: nn.Module) -> Iterator[tuple[str, _Coded]]:
-    """The layers that ``quantize`` has changed, under all their names. Local."""
+    """Yield the layers that ``quantize`` has changed, under all their names. Local."""
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _Coded):
             yield name, module
@@ -212,19 +223,24 @@ def coded_layers(model: nn.Module) -> Iterator[tuple[str, _Coded]]:
 def quantize(
     model: M, codec: str = "nf4", *, skip: Collection[str] = ("lm_head",), embeddings: bool = False
 ) -> M:
-    """Put the weights of ``model``'s linear layers into 4 bits and freeze them, in place: the base
-    of QLoRA. Shard the model, with its adapters, afterwards, by either interface.
+    """Quantise the weights of ``model``'s linear layers to 4 bits and freeze them, in place. The
+    result is the base model of QLoRA. Shard the model afterwards, together with its adapters, by
+    ``FullyShardedDataParallel`` or ``fully_shard``.
 
-    ``"nf4"``: 4 bits and a float32 scale per 64 values of a row, the levels of QLoRA (arXiv
-    2305.14314): 4.5 bits a value, the values of bitsandbytes' NF4 to the bit where 64 divides the
-    rows' length. Changed are modules of the very class ``torch.nn.Linear``, with ``embeddings``
-    also ``torch.nn.Embedding``, but for those with a name in ``skip`` (any part of one of their
-    dotted names). If some parameters are frozen already, only frozen weights are changed, so that
-    adapters stay. A model on the meta device stays there: ``fsdpc.checkpoint.load_pretrained``
-    fills it, and quantises while it reads. A block with a value that is not finite becomes NaN.
+    ``"nf4"``: 4 bits for each value, and a float32 scale for each 64 values of a row, which makes
+    4.5 bits a value. The levels are those of QLoRA (arXiv 2305.14314). The decoded values equal
+    those of bitsandbytes' NF4 to the bit if 64 divides the rows' length.
 
-    Local. Returns ``model``. ``ValueError``: an unknown codec, nothing to quantise, ``max_norm``, a
-    weight shared with a module that is not quantised. ``TypeError``: the model is sharded already.
+    The function changes modules whose class is exactly ``torch.nn.Linear``, and with ``embeddings``
+    also ``torch.nn.Embedding``. It skips a module if a component of one of the module's dotted
+    names is in ``skip``. If some parameters are frozen already, only frozen weights are changed, so
+    that adapters stay trainable. A model on the meta device stays there:
+    ``fsdpc.checkpoint.load_pretrained`` fills the model and quantises while it reads. If one of the
+    values that share a scale is not finite, all of these values become NaN.
+
+    Local. Returns ``model``. ``ValueError``: the codec is unknown, no layer can be quantised, a
+    layer has ``max_norm``, or a weight is shared with a module that is not quantised.
+    ``TypeError``: the model is sharded already.
     """
     if codec not in CODECS:
         raise ValueError(f"unknown codec {codec!r}: choose one of {', '.join(CODECS)}")
@@ -265,7 +281,9 @@ def quantize(
 
 
 def _leave_fast_path(model: nn.Module) -> None:
-    """Keep torch's encoders from handing their layers' weights to a fused kernel in evaluation."""
+    """Make torch's Transformer encoders call their linear layers in evaluation. By default they
+    pass the layers' weights to a fused kernel, which cannot read codes.
+    """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             if any(isinstance(child, Linear) for child in module.children()):
@@ -276,8 +294,9 @@ def _leave_fast_path(model: nn.Module) -> None:
 
 
 def dequantize(model: M, dtype: torch.dtype | None = None) -> M:
-    """Make ordinary layers of those that ``quantize`` has changed, in place: to merge adapters, or
-    to save values. ``dtype``: of the weights, which stay frozen; None: as before ``quantize``.
+    """Replace the layers that ``quantize`` has changed by ordinary layers, in place, for example to
+    merge adapters or to save values. ``dtype`` is the dtype of the weights, which stay frozen; None
+    stands for the dtype that the weights had before ``quantize``.
 
     Local. Returns ``model``. ``TypeError``: the model is sharded.
     """
@@ -295,11 +314,14 @@ def dequantize(model: M, dtype: torch.dtype | None = None) -> M:
 def values(
     model: nn.Module, state: Mapping[str, Any], dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """``state``, a full state dict of ``model`` (sharded or not), with values where it has codes:
-    what the model before ``quantize`` loads. ``dtype``: of these values; None: the dtype they had.
+    """Return a copy of ``state`` in which codes are replaced by values. The model as it was before
+    ``quantize`` can load the copy. ``state`` is a full state dict of ``model``; the model may be
+    sharded. ``dtype`` is the dtype of the values; None stands for the dtype that the weights had
+    before ``quantize``.
 
-    Local. ``TypeError``: a weight is a DTensor or in pieces; gather the state dict first
-    (``full_state_dict=True``). ``ValueError``: ``state`` has tensors of a layer, not its weight.
+    Local. ``TypeError``: a weight is a DTensor or only a part of the codes; gather the state dict
+    first (``full_state_dict=True``). ``ValueError``: ``state`` has tensors of a layer, but not the
+    layer's weight.
     """
     found, clean = dict(state), cleaner(model)
     bare = {clean(clean_fqn(key)): key for key in state}
@@ -342,7 +364,9 @@ def _refuse_sharded(model: nn.Module, what: str) -> None:
 
 
 def _check_chosen(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
-    """``ValueError``: a weight has another site that stays as it is, or changes in forward."""
+    """Raise ``ValueError`` if a weight is shared with a module that is not quantised, or if a layer
+    changes its weight in forward (``max_norm``).
+    """
     for name, module in chosen.items():
         if getattr(module, "max_norm", None) is not None:
             raise ValueError(f"{name} has max_norm, which changes the weight: name it in skip")
@@ -358,7 +382,9 @@ def _check_chosen(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
 
 @torch.no_grad()
 def _change(layers: Iterable[Any], change: Callable[[Any], tuple[type, Tensor]]) -> None:
-    """Give each layer its new class and weight; a weight that several layers share stays one."""
+    """Set the new class and the new weight of each layer. Layers that share a weight also share the
+    new weight.
+    """
     done: dict[int, tuple[Tensor, nn.Parameter]] = {}
     for module in layers:
         old = module.weight

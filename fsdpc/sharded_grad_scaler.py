@@ -22,17 +22,18 @@ Outputs = torch.Tensor | Iterable[torch.Tensor]
 
 
 class ShardedGradScaler(GradScaler):
-    """``torch.amp.GradScaler`` over sharded gradients: an infinity or NaN in any rank's shard skips
-    the step and lowers the scale on every rank of ``process_group`` (default: all ranks).
+    """A ``torch.amp.GradScaler`` for sharded gradients. If any rank's shard of a gradient has an
+    infinity or NaN, every rank of ``process_group`` (default: all ranks) skips the step and lowers
+    the scale.
 
-    ``unscale_`` is collective, and so is ``step`` without a previous ``unscale_``. Names and
-    defaults are those of ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``, except
-    ``device``: ``None`` means the accelerator, or the CPU if there is none. ``found_inf`` of fused
-    optimizers (``fused=True``) covers all ranks, too. Gradients may have any floating dtype.
-    Without ``torch.distributed`` the scaler is local.
+    ``unscale_`` is collective. ``step`` is collective if ``unscale_`` was not called before. Names
+    and defaults are those of ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``,
+    except ``device``: ``None`` means the accelerator, or the CPU if there is no accelerator. The
+    ``found_inf`` that fused optimizers (``fused=True``) get is also that of all ranks. Gradients
+    may have any floating dtype. If ``torch.distributed`` is not initialized, the scaler is local.
     """
 
-    _stepping: torch.optim.Optimizer | None = None  # whose step the scaler calls
+    _stepping: torch.optim.Optimizer | None = None  # the optimizer of the current ``step``
 
     def __init__(
         self,
@@ -55,9 +56,9 @@ class ShardedGradScaler(GradScaler):
         self.process_group = process_group
 
     def scale(self, outputs: Outputs) -> Any:
-        """``outputs`` (a tensor of any shape, or nested iterables of tensors) times the scale, each
-        in its own dtype: a half-precision loss stays in half precision. Local. ``ValueError``:
-        ``outputs`` is neither a tensor nor an iterable.
+        """Return ``outputs`` (a tensor of any shape, or nested iterables of tensors) times the
+        scale. Every tensor keeps its dtype, so that a half-precision loss stays in half precision.
+        Local. ``ValueError``: ``outputs`` is neither a tensor nor an iterable.
         """
         if not self._enabled:
             return outputs
@@ -69,8 +70,9 @@ class ShardedGradScaler(GradScaler):
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """As in torch. An optimizer of ``fsdpc.optim`` in host memory looks for infinities itself,
-        in the pass that computes the norm if there is ``max_norm``. Collective.
+        """Step the optimizer as torch's ``GradScaler.step`` does. An optimizer of ``fsdpc.optim``
+        whose gradients are in host memory looks for infinities itself. With ``max_norm``,
+        it looks for them while it computes the norm. Collective.
         """
         self._stepping = optimizer
         try:
@@ -97,15 +99,15 @@ class ShardedGradScaler(GradScaler):
         found: dict[torch.device, torch.Tensor] = {}
         if not (found_inf.is_cpu and float(inv_scale) == 1.0 and _are_finite(optimizer)):
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        if not found:  # all finite on the host, or no gradients
+        if not found:  # all gradients on the host are finite, or there are none
             found = {found_inf.device: found_inf}
         _agree(group, list(found.values()), found_inf.device)
         return found
 
 
 def _are_finite(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the host has read all gradients and found them finite. If False, torch's check
-    decides, which also writes each gradient.
+    """Return True if all gradients are in host memory and finite. If False, torch's check must
+    decide. Torch's check also writes to each gradient.
     """
     grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
     held = [grad for grad in grads if grad is not None]
@@ -113,7 +115,7 @@ def _are_finite(optimizer: torch.optim.Optimizer) -> bool:
         return False
     try:
         return math.isfinite(_C.optim_sum_squares(held, torch.get_num_threads()))
-    except (BufferError, ValueError):  # sparse or not contiguous
+    except (BufferError, ValueError):  # a gradient is sparse or not contiguous
         return False
 
 
@@ -131,8 +133,8 @@ def _agree_on_host(group: Any, found: list[torch.Tensor], device: torch.device) 
 
 
 def _agree_on_device(group: Any, found: list[torch.Tensor], device: torch.device) -> None:
-    """One all-reduce of the process group, as in torch. The only host sync reads the flags of
-    offloaded gradients.
+    """Combine the flags by one all-reduce of the process group, as in torch. The host waits for the
+    GPU only to copy the result to the flag of offloaded gradients, which is in host memory.
     """
     worst = torch.stack([value.to(device, non_blocking=True) for value in found]).amax(dim=0)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
@@ -141,7 +143,7 @@ def _agree_on_device(group: Any, found: list[torch.Tensor], device: torch.device
 
 
 def _default_device() -> str:
-    if not torch.accelerator.is_available():  # e.g. a CUDA build without a driver
+    if not torch.accelerator.is_available():  # for example a CUDA build without a driver
         return "cpu"
     device = torch.accelerator.current_accelerator()
     return "cpu" if device is None else device.type

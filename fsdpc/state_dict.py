@@ -1,9 +1,10 @@
-"""State dicts of FSDP instances: one hook pair each for saving and loading, and the settings.
+"""State dicts of FSDP instances: the hooks before and after saving and loading, and the settings.
 
-Each FSDP instance has its own hooks, so that units nested in a plain model work and full values of
-at most one nesting chain of units exist at a time. The current type (``_fsdp1/state/full.py``,
-``sharded.py`` or ``local.py``) decides which values modules save and load. This file removes
-wrapper segments from keys and restores the original dtype of low-precision buffers.
+Each FSDP instance has its own hooks, so that units inside a plain model work, and so that full
+values exist for at most one unit and the units around it at a time. The module of the current type
+(``_fsdp1/state/full.py``, ``sharded.py`` or ``local.py``) decides which values are saved and
+loaded. This file removes the wrappers' names from keys and restores the original dtype of
+low-precision buffers.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ _KINDS: dict[StateDictType, tuple[type[Any], type[Any], ModuleType]] = {
 
 
 def register_hooks(member: nn.Module) -> None:
-    """Register the save and load hooks of one FSDP instance, and hooks that refuse values for a
-    part of its flat parameter.
+    """Register the save and load hooks of one FSDP instance. If the unit has a flat parameter,
+    also register hooks that refuse values for single parameters in the flat parameter.
     """
     member.register_state_dict_pre_hook(_before_save)
     member.register_state_dict_post_hook(_after_save)
@@ -73,20 +74,20 @@ def register_hooks(member: nn.Module) -> None:
 
 
 def abandon(member: Any) -> None:
-    """Restore the sharded parameters after an exception between the hooks. Local."""
+    """Restore the sharded parameters if a save or load has raised an exception. Local."""
     for nested in unit_modules(member):
         conceal(nested)
 
 
 def _begin(member: Any, action: str, prefix: str) -> ModuleType:
-    """The module of the current type, after checks. Collective over the sharding group, except for
-    the LOCAL type.
+    """Check the call, and return the module of the current type. Collective over the sharding
+    group, except for the LOCAL type.
 
-    An unsharded unit has the FULL type only, as in torch. ``AssertionError``: during forward or
-    backward. ``MismatchError``: ranks make different calls, or the same call for units at different
-    positions of their models (units wrapped one by one may have equal shapes).
+    An unsharded unit has the FULL type only, as in torch. ``AssertionError``: the unit is in
+    forward or backward. ``MismatchError``: ranks make different calls, or the same call for units
+    at different positions of their models (units wrapped one by one may have equal shapes).
     """
-    abandon(member)  # after a save that failed outside of FSDP.state_dict
+    abandon(member)  # in case a save outside of FSDP.state_dict has failed
     unit = member._unit
     if unit is not None and unit.state in ("forward", "backward"):
         raise AssertionError(
@@ -133,7 +134,7 @@ def _after_save(
 
 
 def _offload(state_dict: dict[str, Any], prefix: str) -> None:
-    """Move buffers, rows and flat parameters to the CPU."""
+    """Move the tensors of the keys that begin with ``prefix`` to the CPU."""
     for key, value in state_dict.items():
         if key.startswith(prefix) and isinstance(value, (torch.Tensor, ShardedTensor)):
             state_dict[key] = value.cpu()  # no copy if already on the CPU
@@ -152,7 +153,7 @@ def _before_load(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """``state_dict`` may be changed: torch makes a filtered copy of the mapping per child."""
+    """Prepare a load. May change ``state_dict``, because torch passes each child a copy."""
     member._state_form = _begin(member, "loading", prefix)
     member._load_errors = error_msgs
     put_wrapper_in(state_dict, prefix)
@@ -172,8 +173,9 @@ def _refuse_part(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Load hook of a module inside of a unit with a flat parameter: in a load without the unit the
-    module has no parameters, and ``strict=False`` would drop their values.
+    """Report an error for values of parameters that are in a flat parameter. This is a load hook of
+    modules inside the unit. In a load that does not go through the unit, such a module has no
+    parameters, and ``strict=False`` would drop the values silently.
     """
     for name in names:
         if prefix + name in state_dict and name in module.__dict__:
@@ -187,7 +189,7 @@ def _refuse_part(
 
 def _after_load(member: Any, incompatible: Any) -> None:
     member._state_form.after_load(member)
-    if member._unit is not None:  # whose memory the engine has written
+    if member._unit is not None:  # the engine has written to the parameters
         increment_version(member._unit.shard_params)
     for names in (incompatible.missing_keys, incompatible.unexpected_keys):
         names[:] = [clean_fqn(name) for name in names]
@@ -209,7 +211,7 @@ def set_state_dict_type(
 
     ``TypeError``: arguments in the wrong order. ``KeyError``: the type is a str or int.
     ``RuntimeError``: a config's class does not match the type. ``AssertionError``: the units
-    disagree.
+    have different settings now.
     """
     _args.check_model("state_dict_type", module)
     kind = state_dict_type
@@ -260,9 +262,10 @@ def _apply_settings(module: nn.Module, settings: StateDictSettings) -> None:
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-    """Current settings of the units in ``module`` (``None`` without units). Local.
+    """Return the current settings of the units in ``module``; ``None`` if it has no units. Local.
 
-    ``AssertionError``: the units disagree. ``RuntimeError``: type LOCAL, with a device mesh.
+    ``AssertionError``: the units have different settings. ``RuntimeError``: the type is LOCAL and
+    the units have a device mesh.
     """
     _args.check_model("get_state_dict_type", module)
     found: StateDictSettings | None = None

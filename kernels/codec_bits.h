@@ -1,5 +1,5 @@
-/* Single values in few bits: the definition of each format, for C and for CUDA, without branches, so that loops over them
- * become vectors. csrc/codec/codec.h has what blocks of them are. */
+/* The formats of single values in few bits, for C and CUDA. The functions have no branches, so that compilers
+ * can vectorise loops of them. csrc/codec/codec.h describes the blocks of values. */
 #ifndef FSDPC_CODEC_BITS_H
 #define FSDPC_CODEC_BITS_H
 
@@ -18,8 +18,9 @@
 #define FSDPC_CODEC_TABLE __attribute__((unused)) static const
 #endif
 
-/* The list of codecs. Each row: the name in C and in options, elements of a block, bits of a code, bytes of
- * the scale, and 1 if weights are gathered and 1 if gradients are sent with it. X gets `with` first. */
+/* The list of codecs. Each row has the name in C, the name in options, the elements of a block, the bits of a
+ * code, the bytes of a block's scale, whether weights may use the codec, and whether gradients may use it.
+ * X gets `with` as its first argument. */
 #define FSDPC_CODEC_LIST(X, with)                       \
     X(with, INT8, "int8", 256, 8, 4, 1, 1)              \
     X(with, E4M3, "float8_e4m3", 256, 8, 4, 1, 1)       \
@@ -34,15 +35,15 @@
 #define FSDPC_CODEC_FORM(with, codec, name, block, bits, scale, ...) {block, bits, scale},
 
 typedef enum fsdpc_codec {
-    FSDPC_UNCODED, /* values travel as they are */
+    FSDPC_UNCODED, /* values are sent without a codec */
     FSDPC_CODEC_LIST(FSDPC_CODEC_NUMBER, ) FSDPC_CODECS
 } fsdpc_codec;
 
-/* Elements of a block, bits of a code, bytes of a scale. */
+/* Elements of a block, bits of a code, bytes of a block's scale. */
 struct fsdpc_codec_form {
     int block, code_bits, scale_bytes;
 };
-#ifdef __cplusplus /* templates read the table when they are compiled */
+#ifdef __cplusplus /* templates need the table at compile time */
 static constexpr
 #else
 __attribute__((unused)) static const
@@ -50,15 +51,17 @@ __attribute__((unused)) static const
     struct fsdpc_codec_form fsdpc_codec_forms[FSDPC_CODECS] = {
         {1, 0, 0}, FSDPC_CODEC_LIST(FSDPC_CODEC_FORM, )};
 
-/* Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum. */
+/* If 1.5 * 2^23 is added to a small float32, the low bits of the sum are the nearest integer. */
 #define FSDPC_ROUNDS 12582912.0f
 
-/* A float of 8 bits, or of 4 with its sign in bit 7: `mantissa` bits below an exponent with this bias. */
+/* A floating-point format of 8 bits. Bit 7 is the sign, the lowest `mantissa` bits are the mantissa, and the
+ * bits between them are the exponent, from which `bias` is subtracted. A code of 4 bits is converted to this
+ * layout by moving its sign to bit 7. */
 struct fsdpc_float8 {
     int mantissa, bias;
-    int32_t past;     /* without sign: the code of everything above the largest number */
-    int32_t nan;      /* without sign: the code of NaN */
-    float least_unit; /* the value of the last bit of subnormals */
+    int32_t past;     /* the code, without sign, of all values above the largest number */
+    int32_t nan;      /* the code of NaN, without sign */
+    float least_unit; /* the value of the lowest bit of subnormal numbers */
 };
 
 FSDPC_CODEC_INLINE struct fsdpc_float8
@@ -106,9 +109,9 @@ fsdpc_float8_value(uint8_t code, struct fsdpc_float8 f)
     return f32_from_bits(bits | sign);
 }
 
-enum { FSDPC_NVFP4_PART = 16 }; /* elements with a scale of their own */
+enum { FSDPC_NVFP4_PART = 16 }; /* consecutive elements that share a second scale */
 
-/* The format E2M1, for finite numbers from -6 to 6. */
+/* Returns the format E2M1. Values to encode must be finite and in the range -6 to 6. */
 FSDPC_CODEC_INLINE struct fsdpc_float8
 fsdpc_float4(void)
 {
@@ -157,7 +160,7 @@ FSDPC_CODEC_TABLE float fsdpc_nf4_levels[16] = {
     1.0f,
 };
 
-/* The bounds half way between neighbouring levels; sums are rounded to float32 as by bitsandbytes on CPUs. */
+/* The midpoints of neighbouring levels, in the float32 rounding that bitsandbytes uses on CPUs. */
 FSDPC_CODEC_TABLE float fsdpc_nf4_bounds[15] = {
     -0.8480963706970215f,  -0.6106328964233398f,  -0.4599952697753906f,   -0.33967941999435425f,
     -0.23460739850997925f, -0.13791173696517944f, -0.045525018125772476f, 0.03979014977812767f,
@@ -175,7 +178,7 @@ fsdpc_nf4_of(float value)
     return code;
 }
 
-/* The code of int4, from 1 to 15: 8 plus the integer nearest to `value`, halves to even, in -7 to 7. */
+/* Returns the code of int4: 8 plus `value` rounded to an integer (ties to even) and clamped to -7..7. */
 FSDPC_CODEC_INLINE int32_t
 fsdpc_int4_of(float value)
 {
@@ -184,8 +187,8 @@ fsdpc_int4_of(float value)
     return 8 + (low > -7 ? low : -7);
 }
 
-/* A random number between -1/2 and 1/2. A value to which such a number is added before it is rounded to
- * nearest is rounded stochastically. */
+/* Returns a random number from -1/2 to 1/2. Rounding to the nearest integer becomes stochastic rounding if
+ * this number is added to the value first. */
 FSDPC_CODEC_INLINE float
 fsdpc_dither(uint32_t bits)
 {

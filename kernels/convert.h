@@ -1,13 +1,13 @@
 /* Scalar conversions between float32 and the 16-bit types, in integer arithmetic.
  *
- * This is the definition that every other kernel is held to: round to nearest even, infinities
- * and subnormals kept, NaN quieted with its sign and the top bits of its payload kept (what the
- * processors' own float16 instructions do). Integer arithmetic makes the result independent of
- * the rounding mode and of flush-to-zero settings that a caller may have switched on.
+ * All other kernels must give the results of these functions: they round to nearest even, keep infinities
+ * and subnormals, and quiet a NaN but keep its sign and the top bits of its payload (as the float16
+ * instructions of CPUs do). Because of the integer arithmetic, results do not depend on
+ * the rounding mode, nor on flush-to-zero settings that a caller may have switched on.
  *
- * float64 reaches the 16-bit types through float32, as in torch: two roundings, not one.
+ * float64 is converted to the 16-bit types through float32, as in torch, so it is rounded twice.
  *
- * load_* and store_* take any alignment; `i` counts elements.
+ * load_* and store_* work at any alignment; `i` counts elements.
  */
 #ifndef FSDPC_CONVERT_H
 #define FSDPC_CONVERT_H
@@ -31,7 +31,7 @@ f32_from_bits(uint32_t bits)
     return value;
 }
 
-/* A shift: exact for every pattern, so a signalling NaN stays signalling until arithmetic uses it. */
+/* A shift is exact for every bit pattern, so a signalling NaN stays signalling until arithmetic uses it. */
 static inline float
 bf16_to_f32(uint16_t bits)
 {
@@ -65,7 +65,7 @@ f16_to_f32(uint16_t bits)
     return f32_from_bits(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
-/* For |value| below 2^-14, where a float16 counts units of 2^-24. */
+/* Converts a |value| below 2^-14 to the bits of a float16. As an integer, the bits count steps of 2^-24. */
 static inline uint32_t
 f16_subnormal(uint32_t magnitude)
 {
@@ -90,10 +90,10 @@ f32_to_f16(float value)
     if (magnitude > 0x7F800000u) {
         return (uint16_t)(sign | 0x7E00u | ((magnitude >> 13) & 0x3FFu));
     }
-    if (magnitude >= 0x477FF000u) { /* 65520, half way from the largest to the next power of two */
+    if (magnitude >= 0x477FF000u) { /* 65520, half way between the largest float16 and 2^16 */
         return (uint16_t)(sign | 0x7C00u);
     }
-    if (magnitude < 0x38800000u) { /* 2^-14, the smallest normal */
+    if (magnitude < 0x38800000u) { /* 2^-14, the smallest normal float16 */
         return (uint16_t)(sign | f16_subnormal(magnitude));
     }
     magnitude += 0xFFFu + ((magnitude >> 13) & 1u);

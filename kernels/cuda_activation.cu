@@ -1,5 +1,5 @@
 /* Packs saved activations into 8 bits and unpacks them, as csrc/activation/activation.c does. A warp packs a
- * block of FSDPC_STEP_BLOCK values at a time, 8 neighbours per thread. */
+ * block of FSDPC_STEP_BLOCK values at a time; each thread has 8 consecutive values. */
 #include "cuda_span.cuh"
 
 enum {
@@ -8,9 +8,9 @@ enum {
     ACTIVATION_BLOCKS = FSDPC_CUDA_ACTIVATION_ITEMS / FSDPC_STEP_BLOCK,
 };
 
-/* Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum. */
+/* If 1.5 * 2^23 is added to a small float32, the low bits of the sum are the nearest integer. */
 #define ACTIVATION_ROUNDS 12582912.0f
-/* FSDPC_ACTIVATION_STEPS of csrc/activation/activation.h. */
+/* The value of FSDPC_ACTIVATION_STEPS in csrc/activation/activation.h. */
 #define ACTIVATION_STEPS 126.0f
 
 union activation_codes {
@@ -80,7 +80,7 @@ pack_activations(const fsdpc_cuda_activation_params &p, int64_t begin)
     }
 }
 
-/* `value`, but at least -most and at most `most`. */
+/* Returns `value` clamped to -most..most. */
 static __device__ __forceinline__ int32_t
 within(int32_t value, int32_t most)
 {
@@ -88,7 +88,7 @@ within(int32_t value, int32_t most)
     return low > -most ? low : -most;
 }
 
-/* The value of a code: 4 * (code - sign) quarters of a step; codes of no step, -1 and 1, give one quarter. */
+/* Decodes a code to |code| - 1 steps with its sign, or for 1 and -1 to 1/4 step. A step is scale / 126. */
 static __device__ __forceinline__ float
 unpacked(int32_t code, float scale)
 {
@@ -134,7 +134,7 @@ unpack_activations(const fsdpc_cuda_activation_params &p, int64_t begin)
     }
 }
 
-/* Calls `what` for each block of the calling warp. All warps make equally many calls, whatever n is. */
+/* Calls `what` for each block of values of the calling warp. All warps make the same number of calls. */
 #define FOR_ACTIVATION_BLOCKS(what, T)                                                            \
     for (int b = (int)threadIdx.x / ACTIVATION_WARP; b < ACTIVATION_BLOCKS;                       \
          b += FSDPC_CUDA_THREADS / ACTIVATION_WARP) {                                             \

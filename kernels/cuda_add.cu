@@ -1,8 +1,8 @@
-/* The pack of a unit's gradients onto a base: one launch for any number of tensors.
+/* Packs a unit's gradients and adds them to a base, with one launch for any number of tensors.
  *
- * target = base + source * scale, computed in the base's type (float32 or float64) with the operations of
- * reduce, rounded once to the target's type. A kernel of its own, because its second operand takes registers
- * that the plain pack needs.
+ * target = base + source * scale is computed in the base's type (float32 or float64) with the operations of
+ * fsdpc_cuda_reduce, and rounded once to the target's type. This is a separate kernel, because the base takes
+ * registers that the plain pack needs.
  */
 #include "cuda_span.cuh"
 
@@ -24,7 +24,7 @@ added(A base, A source, A scale)
     return sum(base, scale == 1 ? source : product(source, scale));
 }
 
-/* Element by element, of any types: for pairs with float64, which are rare, and for short heads and tails. */
+/* Adds elements of any types one by one: for pairs with float64, which are rare, and for heads and tails. */
 template <typename A>
 static __device__ __noinline__ void
 add_items(void *dst, int dst_type, const A *base, const void *src, int src_type, int begin, int end,
@@ -42,7 +42,7 @@ static __device__ void
 add_groups(void *dst_, const float *base, const void *src_, int groups, float scale, int lane,
            int lanes)
 {
-    /* With one word of each operand, too few loads are in flight. */
+    /* If each operand of a group is only one word, two groups are loaded at a time, to hide the latency. */
     enum { COUNT = conversion<S, D>::COUNT, IN_FLIGHT = COUNT == 4 ? 2 : 1 };
     typename item<D>::raw *dst = (typename item<D>::raw *)dst_;
     const typename item<S>::raw *src = (const typename item<S>::raw *)src_;
@@ -124,7 +124,7 @@ add_any(void *dst, int dst_type, const void *base, int base_type, const void *sr
     }
 }
 
-/* As pack_view: the scattered elements are brought together in shared memory first. */
+/* As in pack_view, the elements of the view are gathered in shared memory first. */
 static __device__ __noinline__ void
 add_view(char *dst, int dst_type, const char *base, int base_type, const fsdpc_cuda_view *view,
          int src_type, int64_t begin, int count, double scale)
@@ -148,7 +148,7 @@ add_view(char *dst, int dst_type, const char *base, int base_type, const fsdpc_c
     }
 }
 
-/* A tensor without a base is packed as in fsdpc_cuda_pack. */
+/* A tensor that is not added to the base is packed as by fsdpc_cuda_pack. */
 extern "C" __global__ void
 __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
 fsdpc_cuda_pack_add(const __grid_constant__ fsdpc_cuda_pack_params p)

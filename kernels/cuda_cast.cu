@@ -13,7 +13,7 @@ grid_lanes(void)
     return (int64_t)gridDim.x * blockDim.x;
 }
 
-/* Multiplies in place; nothing is touched where the factor is 1. */
+/* Multiplies in place; does not access the elements if the factor is 1. */
 template <int T>
 static __device__ __forceinline__ void
 scale_span(void *x, int64_t n, double factor, int64_t lane, int64_t lanes)
@@ -74,7 +74,7 @@ gather_items(void *out, const fsdpc_cuda_view *view, int64_t begin, int count)
     }
 }
 
-/* Scattered elements are brought together in shared memory first, then treated like contiguous ones. */
+/* Gathers the elements of a view in shared memory, and then converts them like contiguous elements. */
 static __device__ __noinline__ void
 pack_view(char *dst, int dst_type, const fsdpc_cuda_view *view, int src_type, int64_t begin,
           int count, double scale)
@@ -99,8 +99,8 @@ pack_view(char *dst, int dst_type, const fsdpc_cuda_view *view, int src_type, in
     }
 }
 
-/* One tile per block: with a loop over tiles the compiler hoists the offsets of all pairs of dtypes
- * and spills registers. */
+/* Each block packs one tile. With a loop over tiles the compiler would compute the offsets for all pairs of
+ * dtypes before the loop, and spill registers. */
 extern "C" __global__ void
 __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
 fsdpc_cuda_pack(const __grid_constant__ fsdpc_cuda_pack_params p)

@@ -1,5 +1,5 @@
 /* Codes rows of values and decodes them as csrc/codec/codec.c does; sums the decoded values of several ranks.
- * A warp codes a block of values at a time; each thread has neighbours of it, in whole bytes of codes.
+ * A warp codes a block of values at a time. Each thread has consecutive values whose codes fill whole bytes.
  */
 #include "cuda_span.cuh"
 
@@ -18,14 +18,14 @@ template <int CODEC> struct codec_form {
     };
 };
 
-/* What the calling thread has of a block: `count` elements from `at` on, at most SHARE of them; its codes; the scale. */
+/* A thread's elements of a block: `count` (at most SHARE) from `at` on, their codes, and the scale. */
 struct codec_share {
     int64_t at;
-    int count, place; /* place: the first element's, in the block */
+    int count, place; /* place: index of the first element in the block */
     uint8_t *codes, *scale;
 };
 
-/* The calling thread's share of block `number` of all pieces; its count is 0 behind the last block. */
+/* The calling thread's share of block `number` of all pieces; its count is 0 if there is no such block. */
 template <int CODEC>
 static __device__ __forceinline__ codec_share
 share_of(const fsdpc_cuda_coding &c, int64_t number)
@@ -160,7 +160,7 @@ store_codes(const codec_share &share, const codec_bytes<BYTES> &in)
     }
 }
 
-/* The factor by which the thread's codes are decoded. */
+/* Returns the scale by which the thread's decoded codes are multiplied. */
 template <int CODEC>
 static __device__ __forceinline__ float
 load_scale(const codec_share &share)
@@ -178,7 +178,7 @@ load_scale(const codec_share &share)
 
 /* --- blocks ------------------------------------------------------------------------------------- */
 
-/* The scaled value that the largest value of a block becomes. */
+/* Returns the number to which the largest value of a block is scaled. */
 template <int CODEC>
 static __device__ __forceinline__ float
 codec_top(void)
@@ -196,7 +196,7 @@ nearest(float value)
     return (int32_t)f32_bits(sum(value, FSDPC_ROUNDS)) - (int32_t)f32_bits(FSDPC_ROUNDS);
 }
 
-/* The code of a value; `scaled` is the value after multiplication by the block's factor. */
+/* Returns the code of a value. `scaled` is the value times the factors of its block. */
 template <int CODEC>
 static __device__ __forceinline__ int32_t
 codec_code(float value, float scaled, bool finite)
@@ -247,13 +247,13 @@ codec_value(int32_t code, float scale)
     return product(product((float)(code - 8), 1.0f / 7), scale);
 }
 
-/* The factors by which values are multiplied, one after the other (csrc/codec/codec.c). */
+/* To be encoded, a value is multiplied by `lift` and then by `inverse` (see csrc/codec/codec.c). */
 struct codec_factor {
     float lift, inverse;
-    float scale; /* the factor of decoding */
+    float scale; /* decoded codes are multiplied by it */
 };
 
-/* Fills in the factors of a thread's part of a block. `scale` is the block's, of values that are lifted. */
+/* Sets the factors of the elements of a thread. `scale` is the scale of the block times factors->lift. */
 static __device__ __forceinline__ void
 part_factors(int32_t own, float scale, codec_factor *factors, uint8_t *part)
 {
@@ -265,7 +265,7 @@ part_factors(int32_t own, float scale, codec_factor *factors, uint8_t *part)
     factors->scale = product(factors->scale, value);
 }
 
-/* The factors of NVFP4, as in csrc/codec/codec.c. `own`: the bits of the thread's largest magnitude. */
+/* Writes NVFP4's scales, returns the factors. `most`, `own`: bits of the block's and the thread's maximum. */
 static __device__ __forceinline__ codec_factor
 nvfp4_factors(int32_t most, int32_t own, bool finite, const codec_share &share)
 {
@@ -285,7 +285,7 @@ nvfp4_factors(int32_t most, int32_t own, bool finite, const codec_share &share)
     return factors;
 }
 
-/* The factors of a block whose largest magnitude has the bits `most`. If `first`, also writes its scale. */
+/* Returns a block's factors. `most`: bits of its largest magnitude. The `first` thread writes the scale. */
 template <int CODEC>
 static __device__ __forceinline__ codec_factor
 codec_factors(int32_t most, bool finite, uint8_t *scale, bool first)
@@ -313,7 +313,7 @@ codec_factors(int32_t most, bool finite, uint8_t *scale, bool first)
     return factors;
 }
 
-/* Adds what coding lost of earlier values, unless the block has zeros only; false for such a block. */
+/* Adds earlier coding errors to the values. If all values of the block are 0, only returns false. */
 template <int SHARE>
 static __device__ __forceinline__ bool
 add_lost(const float *lost, const codec_share &share, float *values)
@@ -379,14 +379,14 @@ encode_block(const fsdpc_cuda_coding &c, int64_t number)
             codes.item[i] = (uint8_t)code;
         } else if (i % 2 == 0) {
             codes.item[i / 2] = (uint8_t)(code << 4);
-        } else if (i < share.count) { /* the last byte of a row may have one code */
+        } else if (i < share.count) { /* the last byte of a row may have one code only */
             codes.item[i / 2] |= (uint8_t)code;
         }
     }
     store_codes<form::BITS, form::BYTES>(share, codes);
 }
 
-/* Copies the values of a block without a codec as they are; a piece is one row here. */
+/* Copies a block of values that no codec codes (FSDPC_UNCODED). Pieces of such values have one row. */
 static __device__ void
 copy_block(const fsdpc_cuda_coding &c, int64_t number)
 {
@@ -438,7 +438,7 @@ decode_block(const fsdpc_cuda_coding &c, int64_t number)
 
 /* --- sums ---------------------------------------------------------------------------------------- */
 
-/* Sender s's values: this rank's own are read as they were packed; those of others are decoded if coded. */
+/* Loads the values of sender s. They are decoded, unless s is this rank or CODEC is FSDPC_UNCODED. */
 template <int CODEC, typename VALUE>
 static __device__ __forceinline__ void
 load_sent(const fsdpc_cuda_coding &c, const codec_share &share, int s, int own, VALUE *out)
@@ -494,7 +494,7 @@ sum_block(const fsdpc_cuda_landed_params &p, const fsdpc_cuda_landed &l, int64_t
 
 /* --- lists of rows ------------------------------------------------------------------------------ */
 
-/* Calls `what` for each block of the calling warp. All warps make equally many calls. */
+/* Calls `what` for each block of values of the calling warp. All warps make the same number of calls. */
 #define FOR_CODEC_BLOCKS(what, CODEC)                                            \
     for (int b = (int)threadIdx.x / CODEC_WARP; b < FSDPC_CUDA_CODING_BLOCKS;    \
          b += FSDPC_CUDA_THREADS / CODEC_WARP) {                                 \
@@ -519,7 +519,7 @@ own_coding(const fsdpc_cuda_coding_params &p, int64_t *first)
     return p.coding[i];
 }
 
-/* As FOR_CODECS, and with `plain` for FSDPC_UNCODED. */
+/* FOR_CODECS(what); but if the codec is FSDPC_UNCODED, calls `plain` for each block of values. */
 #define FOR_CODECS_AND_PLAIN(what, plain)      \
     if (codec == FSDPC_UNCODED) {              \
         FOR_CODEC_BLOCKS(plain, FSDPC_UNCODED) \

@@ -1,8 +1,8 @@
-/* One element at a time: the rules of convert.h with the GPU's own conversions.
+/* Conversions of single elements with the results of convert.h, by the GPU's instructions.
  *
- * The GPU's instructions round to nearest even and keep subnormals, but give every NaN the same bits; a
- * NaN is therefore converted by hand, so that its sign and top bits stay as they do on the CPU.
- * Products and sums use the intrinsics that a compiler never fuses.
+ * The GPU's instructions round to nearest even and keep subnormals, but give every NaN the same bits. The
+ * functions here therefore compute a NaN separately, to keep its sign and its top bits as on the CPU.
+ * Products and sums use intrinsics that a compiler never fuses.
  */
 #ifndef FSDPC_CUDA_CONVERT_CUH
 #define FSDPC_CUDA_CONVERT_CUH
@@ -61,7 +61,7 @@ f32_to_f16(float value)
 #include "convert.h"
 #endif
 
-/* raw: the type in memory; value: the type that is computed with. */
+/* raw: the type in memory; value: the type of computations. */
 template <int TYPE> struct item;
 
 template <> struct item<FSDPC_F32> {
@@ -114,7 +114,7 @@ sum(double a, double b)
     return __dadd_rn(a, b);
 }
 
-/* float for two values of float, else double. */
+/* The type is float if both types are float, else double. */
 template <typename A, typename B> struct wider {
     typedef double type;
 };
@@ -141,8 +141,8 @@ load_item(const void *base, int type, int64_t i)
 
 /* --- 16 bytes at a time -------------------------------------------------------------------------- */
 
-/* Global memory is read once, and therefore past the caches, which are left to what is read again. The
- * instruction for that (__ldcs) must not address shared memory. */
+/* Each word of global memory is read once. __ldcs is used, because it leaves the caches to data that is read
+ * again. __ldcs must not read shared memory. */
 template <bool GLOBAL, typename WORD>
 static __device__ __forceinline__ WORD
 load_word(const WORD *from)
@@ -154,7 +154,7 @@ load_word(const WORD *from)
     }
 }
 
-/* COUNT elements in whole words of 16 bytes; COUNT is chosen so that both sides fill whole words. */
+/* COUNT elements in words of 16 bytes. COUNT must be chosen so that source and target fill whole words. */
 template <typename RAW, int COUNT> struct group {
     enum { WORDS = COUNT * (int)sizeof(RAW) / 16 };
     union {

@@ -1,4 +1,4 @@
-/* All kernels in one translation unit: one image with one copy of what they share. */
+/* All kernels in one translation unit, so that the image has one copy of the code that they share. */
 #include "cuda_cast.cu"
 #include "cuda_add.cu"
 #include "cuda_reduce.cu"

@@ -1,10 +1,10 @@
 /* Parameters of the CUDA kernels: each kernel of cuda_*.cu takes one struct by value.
  *
- * Valid as C11 and as CUDA C++; the host that launches and the device that runs see the same text.
- * All pointers are device memory. Pointers to floats are aligned to their element; pointers to bytes
- * (FSDPC_BYTES) to nothing. Types are fsdpc_dtype values. What each kernel does is in kernels.h: the
- * arithmetic is that of kernels_cpu.c, bit for bit, except for the payload of a NaN that was computed with,
- * and for the order in which squares are added.
+ * This file is valid C11 and CUDA C++, because the host and the kernels include it. Pointers are to device
+ * memory. Pointers to floats are aligned to an element; pointers to bytes (FSDPC_BYTES) need no alignment.
+ * Types are fsdpc_dtype values. kernels.h says what each kernel does. The results are those of
+ * kernels_cpu.c, bit for bit, except for the payload of a NaN that went through an operation,
+ * and except for norms, which add squares in another order.
  */
 #ifndef FSDPC_CUDA_PARAMS_H
 #define FSDPC_CUDA_PARAMS_H
@@ -15,23 +15,23 @@
 #include "steps.h"
 
 enum {
-    FSDPC_CUDA_THREADS = 256, /* threads of a block, of every kernel */
+    FSDPC_CUDA_THREADS = 256, /* threads per block, in every kernel */
     FSDPC_CUDA_RESIDENT =
         4, /* blocks that a multiprocessor shall hold at a time, so at most 64 registers per thread */
-    FSDPC_CUDA_TILE_BYTES = 16384, /* bytes of the destination of a pack that one block does */
-    FSDPC_CUDA_PACK_SOURCES = 384, /* sources that fit the parameters of a launch */
+    FSDPC_CUDA_TILE_BYTES = 16384, /* bytes of a pack's destination that one block writes */
+    FSDPC_CUDA_PACK_SOURCES = 384, /* most sources in the parameters of a launch */
     FSDPC_CUDA_REDUCE_SOURCES = 256,
     FSDPC_CUDA_NORM_BLOCKS = 1024, /* most partial results of a sum of squares */
     FSDPC_CUDA_NORM_BLOCK_ITEMS = 4096,
     FSDPC_CUDA_VIEW_DIMS = 16,
-    FSDPC_CUDA_SPANS = 128, /* spans of one launch */
+    FSDPC_CUDA_SPANS = 128, /* most spans in one launch */
     FSDPC_CUDA_STEP_TENSORS = 32,
     FSDPC_CUDA_STEP_TILE = 4096, /* elements of a tensor that one block steps */
     FSDPC_CUDA_ACTIVATION_ITEMS = 4096,
-    FSDPC_CUDA_CODINGS = 48,       /* codings of one launch */
+    FSDPC_CUDA_CODINGS = 48,       /* most fsdpc_cuda_coding in one launch */
     FSDPC_CUDA_CODING_BLOCKS = 32, /* blocks of values that one block of threads codes */
-    FSDPC_CUDA_PLAIN_BLOCK = 256,  /* values of a block without a codec */
-    FSDPC_CUDA_LANDED = 40,        /* sums of one launch */
+    FSDPC_CUDA_PLAIN_BLOCK = 256,  /* values of a block of FSDPC_UNCODED */
+    FSDPC_CUDA_LANDED = 40,        /* most fsdpc_cuda_landed in one launch */
 };
 
 /* X(kernel, its struct) */
@@ -55,7 +55,8 @@ enum {
     X(fsdpc_cuda_decode, fsdpc_cuda_coding_params)         \
     X(fsdpc_cuda_sum_landed, fsdpc_cuda_landed_params)
 
-/* dst[i] = convert(src[i] * scale), and copies of bits. dst == src is allowed for equal types. */
+/* dst[i] = convert(src[i] * scale); values of type FSDPC_BYTES are copied. If the types of dst and src are
+ * equal, dst may be src. */
 typedef struct fsdpc_cuda_cast_params {
     void *dst;
     const void *src;
@@ -64,15 +65,15 @@ typedef struct fsdpc_cuda_cast_params {
     int dst_type, src_type;
 } fsdpc_cuda_cast_params;
 
-/* One of several arrays that a launch works on: its blocks are consecutive, from first_block to the next
- * span's, or to the end of the grid. */
+/* One of several arrays that a launch works on. Consecutive thread blocks work on it: from its first_block to
+ * the first_block of the next span, or to the end of the grid. */
 typedef struct fsdpc_cuda_span {
     void *data;
     int64_t n;
     int32_t first_block, type;
 } fsdpc_cuda_span;
 
-/* Elements of each span are multiplied by *factor, in place. */
+/* Multiplies the elements of each span by *factor, in place. */
 typedef struct fsdpc_cuda_scale_params {
     const double *factor;
     int64_t count;
@@ -81,19 +82,19 @@ typedef struct fsdpc_cuda_scale_params {
 
 /* --- pack: any number of tensors into one buffer ---------------------------------------------- */
 
-/* A stretch of the destination: one tensor's elements, or a gap. Made once for a unit. */
+/* A part of the destination: the elements of one tensor, or a gap. A unit makes its entries once. */
 typedef struct fsdpc_cuda_pack_entry {
-    int64_t first_tile; /* entries in order; each has ceil(n / elements of a tile) tiles */
+    int64_t first_tile; /* number of its first tile; it has ceil(n / elements of a tile) tiles */
     int64_t n;          /* elements */
     int64_t dst_offset; /* bytes from the buffer's start */
     int32_t dst_type;
-    int32_t source;      /* index among the sources, -1: a gap, filled with zeros */
+    int32_t source;      /* index among the sources; -1: a gap, filled with zeros */
     int64_t base_offset; /* pack_add: bytes from the start of the base */
     int32_t base_type;   /* F32 or F64 */
     int32_t pad;
 } fsdpc_cuda_pack_entry;
 
-/* A tensor that is not contiguous; strides in elements, dimensions as few as possible. */
+/* A tensor that is not contiguous. Strides are in elements. Dimensions are merged where possible. */
 typedef struct fsdpc_cuda_view {
     const void *data;
     int64_t ndim;
@@ -101,36 +102,36 @@ typedef struct fsdpc_cuda_view {
     int64_t strides[FSDPC_CUDA_VIEW_DIMS];
 } fsdpc_cuda_view;
 
-/* A source in one word: an address, the type, and whether the address is that of the elements or
- * of a view. 0: there is none, zeros are written. */
+/* A source in one word: an address, the type, and whether the address is that of the elements or of a
+ * fsdpc_cuda_view. The word 0 means that there is no source, and zeros are written. */
 typedef uint64_t fsdpc_cuda_source;
 #define FSDPC_CUDA_SOURCE_TYPE_SHIFT 56
 #define FSDPC_CUDA_SOURCE_STRIDED ((uint64_t)1 << 60)
-#define FSDPC_CUDA_SOURCE_ADD ((uint64_t)1 << 61) /* pack_add: added to the base */
+#define FSDPC_CUDA_SOURCE_ADD ((uint64_t)1 << 61) /* pack_add: the source is added to the base */
 #define FSDPC_CUDA_SOURCE_ADDRESS (((uint64_t)1 << FSDPC_CUDA_SOURCE_TYPE_SHIFT) - 1)
 
 typedef struct fsdpc_cuda_pack_params {
     void *dst;
     const fsdpc_cuda_pack_entry *entries;
-    const int32_t *tile_entry; /* the entry of each tile; NULL: all tiles are of the first entry */
-    int64_t tiles;             /* = blocks */
+    const int32_t *tile_entry; /* for each tile, the index of its entry; NULL: only one entry */
+    int64_t tiles;             /* also the number of thread blocks */
     double scale;
-    const void *base;               /* of pack_add; may be dst */
-    const fsdpc_cuda_source *table; /* NULL: the sources are in `source` */
+    const void *base;               /* for pack_add; may be equal to dst */
+    const fsdpc_cuda_source *table; /* the sources; NULL: they are in `source` */
     fsdpc_cuda_source source[FSDPC_CUDA_PACK_SOURCES];
 } fsdpc_cuda_pack_params;
 
 /* --- reduce and norms --------------------------------------------------------------------------- */
 
-/* fsdpc_norm as it lies in device memory. */
+/* The layout of fsdpc_norm in device memory. */
 typedef struct fsdpc_cuda_norm_value {
     double sum;
     double max;
     int64_t nonfinite;
 } fsdpc_cuda_norm_value;
 
-/* How many blocks a launch has that writes partial norms of n elements. The number depends on n alone, so that
- * the order of the sum is the same on every GPU. */
+/* Returns the number of blocks of a launch that writes partial norms of n elements. It depends on n only, so
+ * that the order of the sum is the same on every GPU. */
 static inline int64_t
 fsdpc_cuda_norm_blocks(int64_t n)
 {
@@ -148,7 +149,7 @@ typedef struct fsdpc_cuda_reduce_params {
     const void *src[FSDPC_CUDA_REDUCE_SOURCES];
 } fsdpc_cuda_reduce_params;
 
-/* Where acc (F32 or F64), converted to grad's type, differs from grad in a bit: acc = grad. */
+/* Sets acc[i] (F32 or F64) to grad[i] if acc[i], converted to grad's type, differs from grad[i] in a bit. */
 typedef struct fsdpc_cuda_refresh_params {
     void *acc;
     const void *grad;
@@ -156,8 +157,8 @@ typedef struct fsdpc_cuda_refresh_params {
     int acc_type, grad_type;
 } fsdpc_cuda_refresh_params;
 
-/* Block b leaves its part in partials[b]: sum of squares, or of |x|^p where p is not 2. A span of n elements
- * has fsdpc_cuda_norm_blocks(n) blocks. */
+/* Block b writes its partial norm to partials[b]: the sum of squares, or of |x|^p if p is not 2. A span of n
+ * elements has fsdpc_cuda_norm_blocks(n) blocks. */
 typedef struct fsdpc_cuda_norm_params {
     fsdpc_cuda_norm_value *partials;
     double p;
@@ -165,7 +166,7 @@ typedef struct fsdpc_cuda_norm_params {
     fsdpc_cuda_span span[FSDPC_CUDA_SPANS];
 } fsdpc_cuda_norm_params;
 
-/* One block: *out = (add ? *out : 0) + partials[0] + ... in an order that depends on count alone. */
+/* One block computes *out = (add ? *out : 0) + partials[0] + ... in an order that depends on count only. */
 typedef struct fsdpc_cuda_norm_sum_params {
     const fsdpc_cuda_norm_value *partials;
     fsdpc_cuda_norm_value *out;
@@ -173,8 +174,8 @@ typedef struct fsdpc_cuda_norm_sum_params {
     int add;
 } fsdpc_cuda_norm_sum_params;
 
-/* One thread: *norm = total->sum ^ (1 / p) (p infinite: total->max), and
- * *factor = min(1, max_norm / (*norm + epsilon)); NaN stays NaN. */
+/* One thread computes *norm = total->sum ^ (1 / p) (total->max if p is infinite), and
+ * *factor = min(1, max_norm / (*norm + epsilon)), which is NaN if *norm is NaN. */
 typedef struct fsdpc_cuda_clip_params {
     const fsdpc_cuda_norm_value *total;
     double *norm, *factor;
@@ -183,8 +184,8 @@ typedef struct fsdpc_cuda_clip_params {
 
 /* --- optimizer steps (steps.h) ------------------------------------------------------------------- */
 
-/* The number of a tensor's tiles. They begin at multiples of FSDPC_CUDA_STEP_TILE of the whole parameter; a
- * tensor without elements has one tile, which counts its step. */
+/* Returns how many tiles a tensor has. Tiles begin at multiples of FSDPC_CUDA_STEP_TILE in the whole
+ * parameter. A tensor without elements has one tile, in which its step counter is advanced. */
 static inline int64_t
 fsdpc_cuda_step_tiles(int64_t first, int64_t n)
 {
@@ -192,7 +193,7 @@ fsdpc_cuda_step_tiles(int64_t first, int64_t n)
     return last / FSDPC_CUDA_STEP_TILE - first / FSDPC_CUDA_STEP_TILE + 1;
 }
 
-/* One block, thread i: entries[i] = tensor[i] with the numbers of its step. */
+/* Thread i of one block sets entries[i] to tensor[i], and to the rates for the step of this tensor. */
 typedef struct fsdpc_cuda_step_begin_params {
     fsdpc_step_rule rule;
     fsdpc_step_control control;
@@ -201,17 +202,17 @@ typedef struct fsdpc_cuda_step_begin_params {
     fsdpc_step_tensor tensor[FSDPC_CUDA_STEP_TENSORS];
 } fsdpc_cuda_step_begin_params;
 
-/* One block per tile of all entries. */
+/* A launch has one block for each tile of all entries. */
 typedef struct fsdpc_cuda_step_params {
     const fsdpc_step_entry *entries;
     int64_t count;
     int32_t kind, nesterov;
-    fsdpc_step_codes codes[2]; /* step8: the maps of m and of v */
+    fsdpc_step_codes codes[2]; /* for step8: the maps of m and of v to codes */
 } fsdpc_cuda_step_params;
 
 /* --- saved activations (csrc/activation/activation.h) --------------------------------------------- */
 
-/* Values to codes and one scale per FSDPC_STEP_BLOCK values, or back. */
+/* Converts values to codes, with one scale per FSDPC_STEP_BLOCK values, or codes to values. */
 typedef struct fsdpc_cuda_activation_params {
     void *values;
     int8_t *codes;
@@ -222,32 +223,33 @@ typedef struct fsdpc_cuda_activation_params {
 
 /* --- codes (csrc/codec/codec.h) -------------------------------------------------------------------- */
 
-/* Pieces of rows. As values the pieces lie end to end; as codes they begin at multiples of `stride`. */
+/* Pieces of rows. The values of pieces are contiguous; codes of a piece begin at a multiple of `stride`. */
 typedef struct fsdpc_cuda_coding {
     void *values;
     uint8_t *coded;
     int64_t rows, row;      /* rows of each piece; elements of each row */
-    int64_t stride, scales; /* bytes from a piece to the next; bytes from its begin to its scales */
-    int64_t blocks;         /* blocks of values, of all pieces */
-    float *lost;            /* one per value, or NULL (fsdpc_codec_encode) */
-    int32_t first_block;    /* the first of its blocks of threads */
+    int64_t stride, scales; /* bytes from a coded piece to the next; bytes from it to its scales */
+    int64_t blocks;         /* number of blocks of values in all pieces */
+    float *lost;            /* each value's coding error, see fsdpc_codec_encode; or NULL */
+    int32_t first_block;    /* the number of the first block of threads */
     int32_t type, codec, pad;
 } fsdpc_cuda_coding;
 
-/* Values to codes, or back. */
+/* Converts values to codes, or codes to values. */
 typedef struct fsdpc_cuda_coding_params {
     int64_t count;
     fsdpc_cuda_coding coding[FSDPC_CUDA_CODINGS];
 } fsdpc_cuda_coding_params;
 
-/* from.values: this rank's piece. from.coded: the first other sender's piece, coded; the next ones follow. */
+/* The pieces of one sum. from.values: this rank's piece. from.coded: the pieces of the other senders, in the
+ * order of senders. */
 typedef struct fsdpc_cuda_landed {
     fsdpc_cuda_coding from;
     void *sum; /* F32 or F64 */
     int32_t sum_type, pad;
 } fsdpc_cuda_landed;
 
-/* Sums the pieces of all senders in their order, as fsdpc_cuda_reduce. */
+/* Sums the pieces of all senders in the order of senders, with the operations of fsdpc_cuda_reduce. */
 typedef struct fsdpc_cuda_landed_params {
     int64_t count;
     double scale;

@@ -1,7 +1,7 @@
-/* Sums of gradients, norms, and the factor of a clip, without a host sync.
+/* Sums of gradients, norms, and the factor that clips gradients, without a synchronization with the host.
  *
- * Squares are added in double: by each thread over its elements, then by one tree per block, then over the
- * blocks, each in an order that the number of elements (and the address modulo 16) fixes.
+ * Squares are added in double: first by each thread over its elements, then by one tree per block, then over
+ * the blocks. The order of these additions depends only on the buffer's length and its address modulo 16.
  */
 #include "cuda_span.cuh"
 
@@ -32,9 +32,9 @@ template <typename VALUE> struct squares {
     }
 };
 
-/* For narrower types. It spares the units for doubles, which are few on many GPUs: a square is exact in
- * double, so that fusing changes nothing; and the bits of magnitudes, as integers, are in the order of the
- * magnitudes, with infinity above all numbers and NaN above infinity. */
+/* The sum and the magnitude for narrower types. Operations in double are slow on many GPUs, so there are few.
+ * A square is exact in double, so a fused multiply-add gives the same sum. Magnitudes are compared by their
+ * bits as integers, in which infinity is larger than all numbers, and NaN is larger than infinity. */
 template <> struct squares<float> {
     double sum;
     uint32_t top;
@@ -67,7 +67,7 @@ add_norm(fsdpc_cuda_norm_value *norm, const fsdpc_cuda_norm_value *other)
     }
 }
 
-/* Sums what the threads of a block pass as *own. All of them call this; the first thread writes *out. */
+/* Adds up *own of all threads of a block. All threads must call this; the first thread writes *out. */
 static __device__ void
 add_block(const fsdpc_cuda_norm_value *own, fsdpc_cuda_norm_value *out)
 {
@@ -130,7 +130,7 @@ sum_of_squares(const void *src_, int64_t n, int64_t lane, int64_t lanes)
     return sum.norm();
 }
 
-/* Norms of an order other than 2. One element per load: pow() costs more than the load. */
+/* For norms of an order other than 2. Loads one element at a time, because pow() costs more than the load. */
 static __device__ __noinline__ double
 sum_of_powers(const void *src, int type, int64_t n, double p, int64_t lane, int64_t lanes)
 {
@@ -179,7 +179,7 @@ __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
     enum { IN_FLIGHT = 6 };
     fsdpc_cuda_norm_value norm = {0, 0, 0}, total;
     int64_t i = threadIdx.x;
-    /* A single block is bound by latency, hence several loads in flight. */
+    /* Memory latency limits the speed of a single block, so each thread starts several loads at once. */
 #pragma unroll 1
     for (; i + (IN_FLIGHT - 1) * (int64_t)blockDim.x < p.count;
          i += IN_FLIGHT * (int64_t)blockDim.x) {
@@ -234,7 +234,7 @@ template <int S, int A> struct reduction {
     enum {
         SMALLER = sizeof(source) < sizeof(target) ? sizeof(source) : sizeof(target),
         COUNT = 16 / SMALLER,
-        /* With one word per side, too few loads are in flight to hide the latency of memory. */
+        /* If the types are equally large, a group is only one load of each; two groups hide the latency. */
         IN_FLIGHT = sizeof(source) == sizeof(target) ? 2 : 1,
     };
 };

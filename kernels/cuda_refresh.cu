@@ -1,4 +1,4 @@
-/* Updates a sum from the narrower copy that the user sees and may have changed. */
+/* Updates a sum of gradients from its narrower copy, which the user sees and may have changed. */
 #include "cuda_span.cuh"
 
 template <typename RAW>
@@ -15,7 +15,7 @@ same_bits(RAW a, RAW b)
     return x.bits == y.bits;
 }
 
-/* Updates one element of the sum; true if it had to change. */
+/* If the rounded sum differs from `grad`, sets the element of the sum to `grad` and returns true. */
 template <int A, int S>
 static __device__ __forceinline__ bool
 refresh_item(typename item<A>::raw &acc, typename item<S>::raw grad)
@@ -42,7 +42,7 @@ refresh_items(typename item<A>::raw *acc, const typename item<S>::raw *grad, int
     }
 }
 
-/* Sum and copy are read once, and hardly anything is written: a group only where an element changed. */
+/* Reads the sum and its copy once, and writes a group of the sum only if an element of the group changed. */
 template <int A, int S>
 static __device__ void
 refresh_groups(typename item<A>::raw *acc, const typename item<S>::raw *grad, int64_t groups,

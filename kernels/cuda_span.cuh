@@ -1,9 +1,9 @@
-/* Stretches of elements, converted, copied or zeroed by any number of threads together.
+/* Functions by which any number of threads together convert, copy or zero a stretch of elements.
  *
- * `lane` is the calling thread's number among the `lanes` threads. The type I is wide enough for every count
- * (an int within a tile, which keeps the registers few). GLOBAL: the source is global memory and not a
- * block's shared memory. Neighbouring lanes touch neighbouring memory; each element is read and written by
- * one lane, which reads before it writes, so that a buffer may be changed in place.
+ * `lane` is the calling thread's number among the `lanes` threads. I is the integer type of all counts; for
+ * a short stretch (a tile) it is int, which takes fewer registers. GLOBAL is true if the source is global
+ * memory, and false if it is a block's shared memory. Neighbouring lanes touch neighbouring memory. The lane
+ * that reads an element also writes it, so that a buffer may be changed in place.
  */
 #ifndef FSDPC_CUDA_SPAN_CUH
 #define FSDPC_CUDA_SPAN_CUH
@@ -49,7 +49,7 @@ template <int S, int D> struct conversion {
     };
 
     compute factor;
-    bool scaled; /* false: a copy of bits, NaN included */
+    bool scaled; /* true: elements are multiplied by `factor` before the conversion */
 
     __device__ __forceinline__ target operator()(source x) const
     {
@@ -101,7 +101,7 @@ convert_groups(const conversion<S, D> &convert, typename item<D>::raw *dst,
     }
 }
 
-/* Pairs with float64 go element by element: they are rare, and their elements are wide enough. */
+/* If either type is float64, a thread loads one element at a time: this is rare, and 8 bytes are enough. */
 template <int S, int D, bool GLOBAL, typename I>
 static __device__ void
 convert_span(void *dst_, const void *src_, I n, double scale, I lane, I lanes)
@@ -156,7 +156,7 @@ copy_words(char *dst, const char *src, I bytes, I lane, I lanes)
     }
 }
 
-/* Copies in the widest words that can begin at the same time on both sides. */
+/* Copies in the widest words for which source and destination can both be aligned. */
 template <bool GLOBAL, typename I>
 static __device__ __forceinline__ void
 copy_span(void *dst_, const void *src_, I bytes, I lane, I lanes)
@@ -220,7 +220,7 @@ convert_from(void *dst, int dst_type, const void *src, I n, double scale, I lane
     }
 }
 
-/* All threads of a block take the same branch. Inlined: a call would spill registers. */
+/* All threads of a block take the same branch. The function is inlined, as a call would spill registers. */
 template <bool GLOBAL, typename I>
 static __device__ __forceinline__ void
 convert_any(void *dst, int dst_type, const void *src, int src_type, I n, double scale,

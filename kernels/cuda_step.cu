@@ -1,15 +1,15 @@
 /* Optimizer steps: one pass over parameter, gradient and states of many tensors.
  *
- * Two launches: the first writes the tensors' entries with the numbers of their steps to device memory,
- * so that clipping factor, loss scale and the number of the step never pass the host; the second steps
- * the tiles of all entries, one per block. What one thread touches does not depend on the tensors' place
- * in memory, and no element depends on another.
+ * A step is two launches. The first computes the factors of the formulas for each tensor and writes them
+ * to an entry in device memory, so that the clipping factor, the loss scale and the number of the step never
+ * pass through the host. In the second launch each block steps one tile of a tensor. An element's new value
+ * depends on no other element, so results do not depend on which thread steps an element.
  */
 #include "cuda_step.cuh"
 
 /* --- the numbers of a step ------------------------------------------------------------------------ */
 
-/* The rates of a tensor's step, as fsdpc_optim_numbers_of computes them. */
+/* Computes the factors of a tensor's formulas, as fsdpc_optim_numbers_of does on the host. */
 static __device__ void
 fill_rates(fsdpc_step_entry *e, const fsdpc_step_rule &rule)
 {
@@ -67,7 +67,7 @@ template <typename REAL> struct tile {
     {
     }
 
-    /* Gradients divided by the loss scale are written back, unless the rule keeps them. */
+    /* Gradients are written back after the division by the loss scale, unless e.keeps_grads is true. */
     __device__ __forceinline__ void load_gradient(REAL *g, const REAL *p, const place &where) const
     {
         load_quad(g, t.grad, t.grad_type, where);
@@ -108,7 +108,7 @@ adam_quad(const tile<REAL> &own, const adam_numbers<REAL> &k, const place &where
         REAL x[QUAD];
         load_quad(x, t.states[2], own.state_type, where);
 #pragma unroll
-        for (int i = 0; i < QUAD; i++) { /* a NaN of either side stays */
+        for (int i = 0; i < QUAD; i++) { /* if x or v is NaN, the maximum is NaN */
             v[i] = x[i] < v[i] || v[i] != v[i] ? v[i] : x[i];
         }
         store_quad(t.states[2], own.state_type, where, v);
@@ -162,7 +162,7 @@ lion_quad(const tile<REAL> &own, const place &where)
 #pragma unroll
     for (int i = 0; i < QUAD; i++) {
         const REAL towards = fused(weight1, g[i], product(m[i], beta1));
-        /* NaN stays NaN, so that a spoilt gradient is seen. */
+        /* NaN stays NaN, so that a gradient of NaN shows in the parameter. */
         const REAL sign = towards > 0 ? (REAL)1 : towards < 0 ? (REAL)-1 : towards;
         p[i] = fused(sign, size, product(p[i], decay));
         m[i] = fused(weight2, g[i], product(m[i], beta2));
@@ -195,8 +195,8 @@ mini_quad(const tile<REAL> &own, const adam_numbers<REAL> &k, const place &where
     store_quad(t.param, t.param_type, where, p);
 }
 
-/* In the upper half of the result: a bfloat16, rounded up with the probability of the part that is cut off. A
- * NaN here is quiet and stays NaN when it is cut. */
+/* Returns a word whose upper half is x as a bfloat16, rounded up with a probability equal to the fraction
+ * that is cut off. A NaN here is quiet, so its upper half is a NaN as well. */
 static __device__ __forceinline__ uint32_t
 rounded_bf16(float x, uint32_t random)
 {
@@ -247,9 +247,9 @@ step_tile(const own_tile &from, bool nesterov)
     const int64_t begin = from.begin > 0 ? from.begin : 0;
     const int64_t end =
         from.begin + FSDPC_CUDA_STEP_TILE < own.t.n ? from.begin + FSDPC_CUDA_STEP_TILE : own.t.n;
-    /* A tile never crosses a multiple of 2^32. */
+    /* One key serves the whole tile, because a tile never crosses a multiple of 2^32. */
     const uint64_t key = fsdpc_random_key(own.e.random, (uint64_t)(own.t.first + begin));
-    /* Quads begin where the parameter's words do. */
+    /* Quads begin at aligned words of the parameter, so that a whole quad is one load. */
     const uintptr_t item = (uintptr_t)item_bytes(own.t.param_type);
     const int64_t before = (int64_t)(((uintptr_t)own.t.param / item + (uintptr_t)begin) % QUAD);
 #pragma unroll 1
@@ -288,7 +288,7 @@ __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
     }
 }
 
-/* For what is rare and takes more registers: float64, and Adam-mini, which divides indices. */
+/* Steps that are rare and take more registers: those of float64, and of Adam-mini, which divides indices. */
 extern "C" __global__ void
 __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT / 2)
     fsdpc_cuda_step_wide(const __grid_constant__ fsdpc_cuda_step_params p)

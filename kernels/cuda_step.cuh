@@ -1,11 +1,11 @@
-/* What the kernels of optimizer steps share: the entry of a block's tile, its gradients, Adam's moments. */
+/* Code of all kernels of optimizer steps: a block finds its tile, loads gradients, computes Adam's update. */
 #ifndef FSDPC_CUDA_STEP_CUH
 #define FSDPC_CUDA_STEP_CUH
 
 #include "cuda_convert.cuh"
 #include "random.h"
 
-enum { QUAD = 4 }; /* neighbouring elements of a thread */
+enum { QUAD = 4 }; /* neighbouring elements that a thread steps together */
 
 static __device__ __forceinline__ float
 fused(float a, float b, float c)
@@ -43,8 +43,8 @@ quotient(double a, double b)
     return __ddiv_rn(a, b);
 }
 
-/* The entry that a block's tile belongs to, and the tile's first element: below 0 where the range begins
- * inside of the tile. */
+/* The tile that a block steps: the entry of the tile's tensor, and the index of the tile's first element in
+ * that tensor. `begin` is negative if the tensor's first element is inside the tile, not at its beginning. */
 struct own_tile {
     const fsdpc_step_entry *entry;
     int64_t begin;
@@ -69,7 +69,7 @@ struct own_tile {
     }
 };
 
-/* Counts the step. Every range of a parameter writes the same number, and none reads it in this launch. */
+/* Stores the step's number, which this launch never reads. All ranges of a parameter store equal numbers. */
 static __device__ __forceinline__ void
 count_step(const own_tile &own)
 {
@@ -112,7 +112,7 @@ store_real(void *base, int, int64_t i, double value)
     ((double *)base)[i] = value;
 }
 
-/* The part of a quad that is in [begin, end), and whether it may be touched as one word. */
+/* The elements of a quad that are in [begin, end), and whether one access can load or store the quad. */
 struct place {
     int64_t at;
     int low, high;
@@ -164,7 +164,7 @@ load_quad(double *out, const void *base, int type, const place &where)
     }
 }
 
-/* Stores the upper halves of four words, as they are. */
+/* Stores the upper halves of four words without rounding. */
 static __device__ __forceinline__ void
 store_halves(void *base, const uint32_t *bits, const place &where)
 {
@@ -239,7 +239,7 @@ template <typename REAL> struct gradient_numbers {
     }
 };
 
-/* -1 / d, as minus_reciprocal of csrc/optim/optim_pairs.inc. */
+/* Returns -1 / d, with the bits that minus_reciprocal in csrc/optim/optim_pairs.inc returns. */
 static __device__ __forceinline__ float
 minus_reciprocal(float d)
 {
@@ -276,7 +276,7 @@ template <typename REAL> struct adam_numbers {
         return sum(product(p, decay), quotient(product(size, m), divisor));
     }
 
-    /* root is the reciprocal and size is positive here. */
+    /* Here `root` must be the reciprocal of exact()'s `root`, and `size` positive (see fill_rates). */
     __device__ __forceinline__ REAL quick(REAL p, REAL m, REAL v) const
     {
         return fused(p, decay, product(product(size, m), minus_reciprocal(fused(root_of(v), root, eps))));

@@ -1,7 +1,7 @@
-/* Adam with states of 8 bits: see csrc/optim/optim_quant.c for the map, and optim_codes.inc for the formulas.
+/* Adam with states of 8 bits: optim_quant.c in csrc/optim explains the codes, optim_codes.inc the formulas.
  *
- * A warp steps a block of FSDPC_STEP_BLOCK elements at a time: each thread keeps 8 new values of both
- * moments in registers, the warp finds their extremes, and each thread quantises its own.
+ * A warp steps a block of FSDPC_STEP_BLOCK elements at a time: each thread keeps the new moments of 8
+ * elements in registers, the warp finds the extremes of the block, and each thread quantises its 8 elements.
  */
 #include "cuda_step.cuh"
 
@@ -39,8 +39,8 @@ value_of(const fsdpc_step_codes &map, bool has_sign, uint8_t code, float scale)
     return product(place < 0 ? -value : value, scale);
 }
 
-/* Largest m, largest -m and largest v of a block, at least 0; infinity for what is not finite. As integers,
- * the bits of floats without sign keep the floats' order; those of floats with a sign are negative. */
+/* The largest m, -m and v of a block. Each is at least 0, and infinity if a value is not finite. Values are
+ * compared by their bits as integers: positive floats keep their order, negative ones are negative. */
 struct extremes {
     int32_t high, low, square;
 
@@ -77,7 +77,7 @@ not_a_number(void)
     return __uint_as_float(0x7FC00000u);
 }
 
-/* What a thread holds of a block: elements `at + i * WARP` of the range, where they are in it. */
+/* One thread's moments of a block: of the tensor's elements `at + i * WARP`, or 0 outside of the tensor. */
 struct share {
     int64_t at;
     float m[SHARE], v[SHARE];
@@ -101,7 +101,7 @@ quantise(const fsdpc_step_codes &map, bool has_sign, const float *values, const 
     }
 }
 
-/* Steps a thread's share: new parameters go to memory if `write`, new moments into `own`. */
+/* Steps a thread's elements: stores new parameters in memory if `write` is true, and new moments in `own`. */
 static __device__ __forceinline__ void
 compute_share(const fsdpc_step_entry &e, const fsdpc_step_codes *maps, int64_t scale, bool write,
               share &own)
@@ -140,7 +140,7 @@ compute_share(const fsdpc_step_entry &e, const fsdpc_step_codes *maps, int64_t s
     own.edge[2] = extremes::whole(found.square);
 }
 
-/* The edges of a block that other ranks may share, the first or the last of the range; or NULL. */
+/* Returns the part of t.edges for `block` if it is the tensor's first or last block, else NULL. */
 static __device__ __forceinline__ float *
 edges_of(const fsdpc_step_tensor &t, int64_t block)
 {
@@ -167,7 +167,7 @@ finish_block(const fsdpc_step_tensor &t, const fsdpc_step_codes *maps, int64_t s
     }
 }
 
-/* Writes the extremes of the range's first and last block; a block that is both writes them twice. */
+/* Writes the extremes of the tensor's first and last block to t.edges, twice if one block is both. */
 static __device__ __forceinline__ void
 report_block(const fsdpc_step_tensor &t, int64_t block, const share &own)
 {

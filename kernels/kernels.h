@@ -1,15 +1,15 @@
-/* Arithmetic over flat buffers: all of fsdpc's arithmetic on a device.
+/* The processor's arithmetic over flat buffers: casts, sums, norms and multiplication by a factor.
  *
- * kernels_cpu.c holds every kernel in plain C: the oracle of all others and the fallback
- * everywhere. kernels_avx2.c and kernels_avx512.c fill the same table for wider machines; results
- * are bit for bit those of the plain kernels, except that sums of squares may be associated
- * otherwise, and that a sum of two NaNs may give either NaN. Nothing is fused: a product is
- * rounded before it is added.
+ * kernels_cpu.c has every kernel in plain C: the reference for all others, and the fallback on every
+ * processor. kernels_avx2.c and kernels_avx512.c have the same kernels for wider vectors. Their results have
+ * the same bits as those of the plain kernels, except that sums of squares may be added in another order,
+ * and that a sum of two NaNs may give either NaN. Nothing is fused: a product is rounded before it is
+ * added to a sum.
  *
- * Contract for all: any alignment, n >= 0, buffers do not overlap unless stated. Conversions round
- * to nearest even; NaN stays NaN (quiet, sign kept), infinities stay, subnormals are kept. F64
- * becomes a 16-bit type through F32, as in torch. Widening BF16 at scale 1 is exact on the bits.
- * FSDPC_BYTES is only accepted by cast with equal types (a copy).
+ * Contract for all kernels: pointers have any alignment, n >= 0, and buffers do not overlap unless stated.
+ * Conversions round to nearest even; NaN stays NaN (quiet, with its sign); infinities and subnormals are
+ * kept. F64 becomes a 16-bit type through F32, as in torch. BF16 becomes F32 at scale 1 by a shift alone, so
+ * a signalling NaN stays signalling. FSDPC_BYTES is only accepted by cast with equal types (a copy).
  */
 #ifndef FSDPC_KERNELS_H
 #define FSDPC_KERNELS_H
@@ -22,7 +22,7 @@
 
 enum { FSDPC_KERNEL_MAX_DIMS = 16 };
 
-/* What a buffer adds to a norm. */
+/* The contribution of one buffer to a norm. */
 typedef struct fsdpc_norm {
     double sum;     /* sum of squares, or of |x|^p */
     double max;     /* largest |x|; NaN if any x is NaN */
@@ -40,31 +40,31 @@ typedef struct fsdpc_kernels {
     void (*accumulate)(void *acc, fsdpc_dtype acc_type, const void *src, fsdpc_dtype src_type,
                        int64_t n, double scale);
     /* r[i] = ((src[0][i] + src[1][i]) + src[2][i]) ... in acc_type (F32 or F64), in list order;
-     * acc[i] = add ? acc[i] + r[i] * scale : r[i] * scale. NULL sources are skipped; with no source
-     * left r is 0. acc may be one of the sources. */
+     * acc[i] = add ? acc[i] + r[i] * scale : r[i] * scale. NULL sources are skipped; if no source
+     * is left, r is 0. acc may be one of the sources. */
     void (*reduce)(void *acc, fsdpc_dtype acc_type, const void *const *src, int src_count,
                    fsdpc_dtype src_type, int64_t n, double scale, bool add);
-    /* Sum of squares in F64 (F32 blocks of at most 4096 may be used inside), max and nonfinite. */
+    /* Returns the sum of squares in F64 (blocks of up to 4096 may be added in F32), max and nonfinite. */
     fsdpc_norm (*norm2)(const void *src, fsdpc_dtype type, int64_t n);
     /* x[i] *= factor. */
     void (*scale)(void *x, fsdpc_dtype type, int64_t n, double factor);
 } fsdpc_kernels;
 
-/* The plain-C table: always there. */
+/* Returns the table of the kernels in plain C, which every build has. */
 const fsdpc_kernels *fsdpc_kernels_plain(void);
-/* NULL when this build or this processor lacks the instructions. */
+/* Return the table of the AVX2 or AVX-512 kernels, or NULL if this build or this processor lacks them. */
 const fsdpc_kernels *fsdpc_kernels_avx2(void);
 const fsdpc_kernels *fsdpc_kernels_avx512(void);
-/* The best table of this processor; FSDPC_SIMD=plain|avx2|avx512 overrides it (an unknown or
- * unsupported value is an error: FSDPC_E_INVAL with the accepted names). */
+/* Sets *out to this processor's best table, or to the one that FSDPC_SIMD=plain|avx2|avx512 names. An unknown
+ * name fails with FSDPC_E_INVAL, a table that this processor cannot run with FSDPC_E_UNAVAILABLE. */
 int fsdpc_kernels_select(const fsdpc_kernels **out);
-/* The table of a name, for tests. FSDPC_E_INVAL: unknown name; FSDPC_E_UNAVAILABLE: not on this processor. */
+/* Finds a table by its name, and fails as fsdpc_kernels_select does. */
 int fsdpc_kernels_by_name(const char *name, const fsdpc_kernels **out);
 
-/* The functions from here on are not speed critical, and in plain C only. */
+/* The functions from here on are not critical for speed, and exist in plain C only. */
 
-/* A strided tensor with as few dimensions as possible: none of size 1 (a tensor of one element has no
- * dimension), and neighbours that step evenly are joined. */
+/* A strided tensor with as few dimensions as possible: dimensions of size 1 are dropped (a tensor of one
+ * element has no dimension), and two neighbouring dimensions are joined if one stride walks through both. */
 typedef struct fsdpc_kernel_view {
     int ndim;
     int64_t numel;
@@ -79,13 +79,13 @@ int fsdpc_kernel_view_simplify(fsdpc_kernel_view *view, int ndim, const int64_t 
 int fsdpc_kernel_pack_strided(const fsdpc_kernels *kernels, void *dst, fsdpc_dtype dst_type,
                               const void *src, fsdpc_dtype src_type, int ndim, const int64_t *shape,
                               const int64_t *strides, double scale);
-/* An element of acc (F32 or F64) whose cast to grad_type differs in a bit from grad takes grad's value; the
- * others keep their full precision. */
+/* Casts each element of acc (F32 or F64) to grad_type and compares it with grad's element. If any bit
+ * differs, grad's element replaces the element of acc. Other elements of acc keep their full precision. */
 void fsdpc_kernel_refresh(const fsdpc_kernels *kernels, void *acc, fsdpc_dtype acc_type,
                           const void *grad, fsdpc_dtype grad_type, int64_t n);
 /* Sum of |x|^p in F64, p > 0 (the caller uses norm2 for p = 2 and for the maximum). */
 double fsdpc_kernel_norm_p(const void *src, fsdpc_dtype type, int64_t n, double p);
-/* Fills with quiet NaNs (FSDPC_BYTES: with bytes 0x7F): released memory in debug mode. */
+/* Fills dst with quiet NaNs (FSDPC_BYTES: with bytes 0x7F). Debug mode fills released memory in this way. */
 void fsdpc_kernel_poison(void *dst, fsdpc_dtype type, int64_t n);
 
 /* Scalar conversions, shared with tests. */

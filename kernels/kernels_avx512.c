@@ -1,7 +1,7 @@
 /* The kernels with AVX-512: sixteen floats at a time. See vector.inc.
  *
- * bfloat16 is rounded in integers: the processors' own conversion takes subnormals for zero.
- * float16 goes through their conversion instructions, which round as convert.h does.
+ * bfloat16 is rounded in integers, because the conversion instruction flushes subnormals to zero.
+ * float16 is rounded by the conversion instruction, which rounds as convert.h does.
  */
 #include "kernels.h"
 

@@ -1,8 +1,8 @@
-/* Every kernel in plain C: the oracle of the others and the fallback on any processor.
+/* Every kernel in plain C: the reference for the others and the fallback on any processor.
  *
- * One loop per pair of types, instantiated by macro from the scalar rules of convert.h. A pair with
- * F64 on either side computes in double, the others in float. A multiplication is always followed
- * by a separate addition, never fused: the wider tables do the same, so all agree bit for bit
+ * Each pair of types has a loop, which a macro makes from the scalar rules of convert.h. A pair with
+ * F64 on either side computes in double, the others in float. A product is rounded before it is added
+ * to a sum, here and in the vector kernels, so the results of all tables agree bit for bit
  * (build with -ffp-contract=off, which -std=c11 implies in GCC; tests/c/test_kernels.c checks it).
  */
 #include <math.h>
@@ -122,8 +122,8 @@ static add_loop *const add_loops[FSDPC_BYTES][2] = {
 #define ADD_ROW(S) [FSDPC_##S] = {add_##S##_F32, add_##S##_F64},
     FLOAT_TYPES(ADD_ROW)};
 
-/* Sums block by block in a buffer in the first-level cache, so that memory is read once and
- * acc may be one of the sources. */
+/* Adds the sources block by block in a buffer that fits into the first-level cache, so that memory
+ * is read once and acc may be one of the sources. */
 enum { REDUCE_BLOCK = 1024 };
 
 static void
@@ -247,7 +247,7 @@ void
 fsdpc_kernel_poison(void *dst, fsdpc_dtype type, int64_t n)
 {
     if (n > 0) {
-        /* 0xFF: a quiet NaN. FSDPC_BYTES may be integers: 0x7F, so that an index is out of range. */
+        /* 0xFF makes a quiet NaN. FSDPC_BYTES may be integers: 0x7F makes an index that is out of range. */
         memset(dst, type == FSDPC_BYTES ? 0x7F : 0xFF, (size_t)n * fsdpc_dtype_bytes(type));
     }
 }

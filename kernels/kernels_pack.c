@@ -1,8 +1,8 @@
 /* Gathers a strided tensor into a flat buffer: parameters and gradients that are not contiguous.
  *
- * The shape is first simplified (dimensions of size 1 dropped, neighbours that step evenly joined).
- * A contiguous last dimension is then cast row by row straight from the source; otherwise elements
- * are collected in a small buffer in order and cast when it is full, so that short rows (a
+ * The shape is first simplified (fsdpc_kernel_view_simplify). If the rows of the last dimension are
+ * contiguous and long, they are cast one by one straight from the source. Otherwise the elements are
+ * collected in order in a small buffer, which is cast when it is full, so that short rows (as of a
  * transposed weight) do not cost a call each.
  */
 #include <string.h>

@@ -1,5 +1,5 @@
 /* The random bits of stochastic rounding, for C and for CUDA: hashes of a parameter's key, an element's
- * index in the whole parameter and the step, so that results do not depend on who computes an element.
+ * index in the whole parameter and the step. They do not depend on the rank or the thread that uses them.
  */
 #ifndef FSDPC_RANDOM_H
 #define FSDPC_RANDOM_H
@@ -12,7 +12,7 @@
 #define FSDPC_RANDOM static inline __attribute__((always_inline, unused))
 #endif
 
-/* The finisher of MurmurHash3 for 64 bits: every bit of the input changes half of the result's bits. */
+/* The finisher of MurmurHash3 for 64 bits: each input bit changes half of the result's bits on average. */
 FSDPC_RANDOM uint64_t
 fsdpc_random_mix(uint64_t x)
 {
@@ -21,7 +21,7 @@ fsdpc_random_mix(uint64_t x)
     return x ^ x >> 33;
 }
 
-/* What the random bits of a tensor's step depend on beside the elements' indices. */
+/* Returns the hash of all that the random bits of a tensor's step depend on, except the element's index. */
 FSDPC_RANDOM uint64_t
 fsdpc_random_of_step(uint64_t seed, uint64_t tensor_key, double step)
 {
@@ -29,14 +29,15 @@ fsdpc_random_of_step(uint64_t seed, uint64_t tensor_key, double step)
     return fsdpc_random_mix(key ^ (uint64_t)step);
 }
 
-/* The key of all elements whose indices have the same high half as `index`. */
+/* Returns the key for `index` and all other indices with the same upper 32 bits. */
 FSDPC_RANDOM uint64_t
 fsdpc_random_key(uint64_t of_step, uint64_t index)
 {
     return fsdpc_random_mix(of_step ^ index >> 32);
 }
 
-/* Begins the hash of a pair of elements: `number` is half the index of the pair's even element. */
+/* Begins the hash of a pair of elements. `number` is half the index of the pair's even element; `before` is
+ * the lower half of fsdpc_random_key. */
 #define FSDPC_RANDOM_STEP 0x9e3779b1u
 FSDPC_RANDOM uint32_t
 fsdpc_random_begin(uint32_t number, uint32_t before)
@@ -44,8 +45,9 @@ fsdpc_random_begin(uint32_t number, uint32_t before)
     return number * FSDPC_RANDOM_STEP + before;
 }
 
-/* 32 random bits of a pair. Half of the key is mixed in before the first of two rounds of multiply and
- * shift (fsdpc_random_begin), half between the rounds (constants of Wellons' search for hashes of low bias). */
+/* Returns 32 random bits for a pair of elements. `h` is the result of fsdpc_random_begin. `between`, the
+ * upper half of the key, is added between two rounds of multiply and shift (constants from Wellons' search
+ * for good hashes). */
 FSDPC_RANDOM uint32_t
 fsdpc_random_end(uint32_t h, uint32_t between)
 {
@@ -54,8 +56,8 @@ fsdpc_random_end(uint32_t h, uint32_t between)
     return h ^ h >> 16;
 }
 
-/* 16 random bits for each rounding of an element, those of m, v and p independent of each other. Two elements
- * share one hash: for p one takes the sum of its halves, the other the difference, which agree in one bit. */
+/* 16 random bits to round each of m, v and p of an element; any two of the three are independent. The
+ * elements of a pair share a hash: p takes the sum of its halves (even element) or their difference (odd). */
 typedef struct fsdpc_random {
     uint32_t m, v, p;
 } fsdpc_random;

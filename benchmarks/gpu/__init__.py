@@ -1,1 +1,1 @@
-"""Benchmarks on a GPU: ``python -m gpu.run`` and the others, in the folder ``benchmarks``."""
+"""Benchmarks on a GPU. Run a module, as in ``python -m gpu.run``, in the folder ``benchmarks``."""

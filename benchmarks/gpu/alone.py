@@ -1,4 +1,4 @@
-"""A part of a GPU benchmark in a process of its own: its end, whatever it is, ends nothing else."""
+"""Runs a part of a GPU benchmark in a process of its own, whose crash does not end other parts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-Tell = Callable[[dict[str, Any]], None]  # takes what is known so far
+Tell = Callable[[dict[str, Any]], None]  # called with the results so far
 Job = Callable[[Any, dict[str, Any], Tell], dict[str, Any]]
 
 
 def child(job: Job, options: dict[str, Any], out: Connection) -> None:
-    """A rank alone on its GPU. Sends what is known so far, then ("end", all of it or the error's
-    text).
+    """Run ``job`` as the only rank on its GPU. Send ("so far", results) whenever the job calls
+    ``tell(results)``, then ("end", results) with all results or with the error's text.
     """
     from gpu import machine
 
@@ -36,13 +36,14 @@ def child(job: Job, options: dict[str, Any], out: Connection) -> None:
         out.send(("end", {"error": traceback.format_exc(limit=-6)}))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # an engine's threads may not end
+    os._exit(0)  # does not wait for an engine's threads, which may never end
 
 
 def run_part(job: Job, options: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Runs job(device, options, tell) in a fresh process, with a deadline; returns its result.
+    """Run job(device, options, tell) in a fresh process with a deadline, and return its result.
 
-    `options["dry"]` chooses the device; an error is added to what the job told before.
+    `options["dry"]` chooses the device. If the job fails, the result has the results that it passed
+    to `tell` before, and the text of the error under the key "error".
     """
     ours, theirs = mp.get_context("spawn").Pipe()
     process = mp.get_context("spawn").Process(
@@ -58,7 +59,7 @@ def run_part(job: Job, options: dict[str, Any], seconds: float) -> dict[str, Any
 
 
 def listen(pipe: Connection, process: Any, seconds: float) -> dict[str, Any]:
-    """What a part has told until its end or its deadline, with the error if there was one."""
+    """Return what a part sends until its end or its deadline, and the error if there is one."""
     known: dict[str, Any] = {}
     until = time.monotonic() + seconds
     while pipe.poll(max(until - time.monotonic(), 0)):

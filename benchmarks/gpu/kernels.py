@@ -4,12 +4,13 @@
     python -m gpu.kernels --only cast --json
     python -m gpu.kernels --dry --tiny        # the same lines without a GPU
 
-Sizes are those of the float32 side. Bytes are counted once read and once written, so that a copy of
-1 MiB moves 2 MiB; a share is the kernel's bytes per second over those of a device-to-device copy
-(torch's copy_ between tensors of one type, which is the driver's) of the same number of bytes
-moved, in the same round. A time is that of many calls in a row between two events, divided by their
-number: what the host needs to queue a call shows in the small sizes' figures. Calls rotate among
-buffers of `ROTATE_MIB` together, so that the caches do not hold them.
+A size sets the number of elements: as many as have this size in float32. Every byte counts once
+when it is read and once when it is written, so that a copy of 1 MiB moves 2 MiB. A share is the
+kernel's bytes per second divided by those of a device-to-device copy in the same round. The copy
+moves as many bytes; it is torch's copy_ between tensors of one type, which calls the driver's copy.
+A time is that of many calls in a row between two events, divided by the number of calls, so the
+figures of small sizes include the time that the host needs to queue a call. Calls rotate among sets
+of buffers that together have `ROTATE_MIB` MiB, so that the caches do not hold the buffers.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 GPU = "cuda:0"
 PACKED_TENSORS = 12  # as many as a transformer's block has
 Call = Callable[[], object]
-Memory = Callable[[str, int], torch.Tensor]  # dtype, number -> tensor of this set of buffers
+Memory = Callable[[str, int], torch.Tensor]  # (dtype, number) -> a buffer of one set of buffers
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The bytes that move per float32 element, and what makes a call from one set of buffers."""
+    """The bytes moved per float32 element, and a function that makes a call on a set of buffers."""
 
     bytes_per_item: float
     make: Callable[[Memory], Call]
@@ -53,7 +54,7 @@ def cast(src: str, dst: str, scale: float = 1.0) -> Kernel:
 
 
 def scale_by(dtype: str) -> Kernel:
-    """x *= factor, where the factor is a number on the device."""
+    """Return the kernel x *= factor, where the factor is a number on the device."""
 
     def make(memory: Memory) -> Call:
         x = memory(dtype, 0)
@@ -64,7 +65,7 @@ def scale_by(dtype: str) -> Kernel:
 
 
 def reduce(count: int, src: str, add: bool) -> Kernel:
-    """acc = (src[0] + ...) * 0.5, or with `add` acc += that."""
+    """Return the kernel acc = (src[0] + ...) * 0.5, or acc += (src[0] + ...) * 0.5 with `add`."""
 
     def make(memory: Memory) -> Call:
         acc, sources = memory("float32", 9), [memory(src, s) for s in range(count)]
@@ -74,7 +75,9 @@ def reduce(count: int, src: str, add: bool) -> Kernel:
 
 
 def pack(src: str, dst: str, transposed: bool = False) -> Kernel:
-    """Packs a unit's gradients into one buffer by one launch; `transposed`: one of them is so."""
+    """Return the kernel that packs a unit's gradients into one buffer by one launch. With
+    `transposed`, one of the gradients is transposed.
+    """
 
     def make(memory: Memory) -> Call:
         flat, out = memory(src, 0), memory(dst, 9)
@@ -88,7 +91,7 @@ def pack(src: str, dst: str, transposed: bool = False) -> Kernel:
 def split(
     flat: torch.Tensor, dst: str, transposed: bool
 ) -> tuple[list[torch.Tensor], list[tuple[int, int, str]]]:
-    """Cuts a buffer into a block's tensors: most of it in four matrices, the rest small."""
+    """Cut a buffer into tensors like those of a block: four large matrices, and small tensors."""
     unit = flat.numel() // 64
     lengths = [20 * unit, 16 * unit, 16 * unit, 8 * unit]
     small = (flat.numel() - sum(lengths)) // (PACKED_TENSORS - len(lengths))
@@ -106,7 +109,7 @@ def split(
 
 
 def norm2(dtype: str) -> Kernel:
-    """The norm by itself; the host waits for it, so small sizes show that wait."""
+    """Return the norm kernel. The host waits for the norm; at small sizes this takes most time."""
     return Kernel(
         ITEM[dtype], lambda memory: _bind(_probe.kernel_norm2, memory(dtype, 0), dtype, GPU)
     )
@@ -135,14 +138,14 @@ KERNELS: dict[str, Kernel] = {
 
 
 class Buffers:
-    """Several sets of equal buffers; calls go round them."""
+    """Several sets of equal buffers, which successive calls use in turn."""
 
     def __init__(self, device: torch.device, n: int, sets: int) -> None:
         self.device, self.n, self.sets = device, n, sets
         self.tensors: dict[tuple[int, str, int], torch.Tensor] = {}
 
     def of(self, which: int) -> Memory:
-        """The buffers of one set, made when first asked for; filled with numbers."""
+        """Return a function that gives the buffers of one set; each is made on its first use."""
 
         def memory(dtype: str, number: int) -> torch.Tensor:
             key = (which, dtype, number)
@@ -157,14 +160,14 @@ class Buffers:
         return [kernel.make(self.of(which)) for which in range(self.sets)]
 
     def copies(self, bytes_moved: float) -> list[Call]:
-        """Device-to-device copies that move as many bytes, as far as the buffers reach."""
+        """Return copies on the device that move ``bytes_moved``, or less if buffers are smaller."""
         count = min(int(bytes_moved / 8), self.n)
         pairs = [(self.of(s)("float32", 9), self.of(s)("float32", 0)) for s in range(self.sets)]
         return [_bind(to[:count].copy_, source[:count]) for to, source in pairs]
 
 
 def timed(device: machine.Device, calls: list[Call], seconds: float) -> Callable[[], float]:
-    """Warms up; returns a function that measures the seconds per call once."""
+    """Warm up the calls and return a function that measures the seconds per call once."""
 
     def once(repeats: int) -> float:
         begin = device.mark()
@@ -180,7 +183,7 @@ def timed(device: machine.Device, calls: list[Call], seconds: float) -> Callable
 def measure_size(
     device: machine.Device, mib: float, names: list[str], rounds: int, seconds: float
 ) -> dict[str, Any]:
-    """Measures one size; shares are medians of the rounds' quotients."""
+    """Measure one size; a share is the median, over rounds, of the quotient within a round."""
     n = int(mib * MIB) // 4
     sets = max(1, min(MOST_SETS, int((2 if device.dry else ROTATE_MIB) / (2 * mib))))
     buffers = Buffers(device.device, n, sets)

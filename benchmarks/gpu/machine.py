@@ -1,7 +1,7 @@
-"""The GPU as benchmarks and tests see it, and the CPU in its place for dry runs.
+"""The device of GPU benchmarks and tests: a GPU, or the CPU in its place in dry runs.
 
-Benchmarks and tests call torch.cuda only through here, so that every other line of them runs on a
-machine without a GPU: `open_device(dry=True)` answers with the CPU, whose figures mean nothing.
+Benchmarks and tests call torch.cuda only through this module, so that all their other lines also
+run on a machine without a GPU: `open_device(dry=True)` returns the CPU, whose figures mean nothing.
 """
 
 from __future__ import annotations
@@ -18,36 +18,38 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # fsdpc, built in place
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # so that fsdpc, built in place, is found
 NO_GPU = "no GPU that torch can use on this machine"
 
 
 class Device(Protocol):
-    """What a benchmark needs from a device."""
+    """The methods of a device that benchmarks call."""
 
     device: torch.device
     dry: bool
 
     def synchronize(self) -> None:
-        """The host waits for all work."""
+        """Wait until the device has finished all work."""
 
     def mark(self) -> Any:
-        """A point in time on the current stream."""
+        """Record a point in time on the current stream and return it."""
 
     def milliseconds(self, begin: Any, end: Any) -> float:
-        """The time between two marks; the host waits for the second one."""
+        """Wait for the mark ``end`` and return the time between the two marks."""
 
     def forget_peak(self) -> None:
-        """Gives back what torch caches; peaks count from now on."""
+        """Free the memory that torch caches, and measure peaks from now on."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes: allocated, peak_allocated, peak_reserved (torch's), in_use (the whole device)."""
+        """Return bytes: torch's allocated memory, the peaks of torch's allocated and reserved
+        memory, and the used memory of the whole device ("in_use").
+        """
 
     def side_stream(self) -> AbstractContextManager:
-        """A context in which another stream is the current one."""
+        """Return a context in which another stream is the current one."""
 
     def describe(self) -> dict[str, Any]:
-        """Name, memory, driver, CUDA and NCCL; JSON types."""
+        """Return the device's name and memory and the versions of its software, as JSON types."""
 
 
 class CudaDevice:
@@ -102,7 +104,7 @@ class CudaDevice:
 
 
 class DryDevice:
-    """The CPU in a GPU's place: it answers everything, with figures that mean nothing."""
+    """The CPU in a GPU's place: it has all methods of a device, but its figures mean nothing."""
 
     dry = True
 
@@ -132,7 +134,7 @@ class DryDevice:
 
 
 def open_device(dry: bool = False) -> Device:
-    """GPU 0, or with `dry` the CPU in its place; SystemExit in one line where there is no GPU."""
+    """Return GPU 0, or with `dry` the CPU. Raises SystemExit with one line if there is no GPU."""
     if dry:
         return DryDevice()
     if not torch.cuda.is_available():
@@ -141,7 +143,7 @@ def open_device(dry: bool = False) -> Device:
 
 
 def driver_version() -> str | None:
-    """The driver's own number, such as 580.159.03."""
+    """Return the version of the GPU's driver, such as 580.159.03, or None if it is not found."""
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         try:
@@ -156,7 +158,7 @@ def driver_version() -> str | None:
 
 
 def nccl_version() -> str | None:
-    """torch's NCCL, such as 2.28.9; None: torch was built without it."""
+    """Return the version of torch's NCCL, such as 2.28.9, or None if torch has no NCCL."""
     try:
         found = torch.cuda.nccl.version()
     except (AttributeError, RuntimeError):
@@ -165,9 +167,10 @@ def nccl_version() -> str | None:
 
 
 def start_group(device: Device, rank: int = 0, world: int = 1, folder: str | None = None) -> None:
-    """Makes the default process group: nccl on a GPU, gloo in a dry run; needs no network.
+    """Make the default process group: nccl on a GPU, gloo in a dry run. This needs no network.
 
-    A lone rank gets gloo if NCCL does not start, and this is printed: fsdpc alone needs no NCCL.
+    fsdpc needs no NCCL on one rank. So if NCCL does not start for a group of one rank, the error is
+    printed and gloo takes the place of NCCL.
     """
     folder = folder or tempfile.mkdtemp(prefix="fsdpc-gpu-")
     if not device.dry:
@@ -189,7 +192,7 @@ def _start(backend: str, file: str, rank: int, world: int, **options: Any) -> No
 
 
 def prepare_probe(device: Device) -> None:
-    """Kernels that ``fsdpc._probe`` is asked for run on torch's current stream from now on."""
+    """Let the kernels of ``fsdpc._probe`` run on torch's current stream from now on."""
     from fsdpc import _probe
     from fsdpc._torch import current_raw_stream
 

@@ -1,15 +1,16 @@
-"""What frees a GPU's memory, what that costs in time, and how fast checkpoints leave the GPU.
+"""Measure what frees a GPU's memory, what it costs in time, and how fast checkpoints are saved.
 
     python -m gpu.memory                    # one rank, a GPT of a billion parameters, bf16
     python -m gpu.memory --only int8 --json
     python -m gpu.memory --dry --tiny       # the same lines without a GPU
 
-Each choice trains the same model in a fresh process, with the same batch. "step" is by the host's
-clock from an idle GPU until it is idle again; "peak" is torch's allocated and what fsdpc maps
-beside it. "nothing" keeps all activations, gradients and AdamW's states on the GPU; every other
-choice changes one thing. "save" writes the model's weights and AdamW's states: seconds of the
-whole call, and those for which a save in the background blocks. DCP saves the same model, sharded
-by torch's fully_shard; its saves in the background need a group with a CPU backend.
+Each choice trains the same model in a fresh process, with the same batch. "step" is measured by the
+host's clock from an idle GPU until the GPU is idle again. "peak" is the peak of torch's allocated
+memory plus what fsdpc maps outside of torch's allocator. "nothing" keeps all activations, gradients
+and AdamW's states on the GPU; every other choice changes one thing. A "save" writes the model's
+weights and AdamW's states; its figures are the seconds of the whole call, and the seconds for which
+a save in the background blocks. DCP saves the same model, sharded by torch's fully_shard; DCP's
+saves in the background need a group with a CPU backend.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ GB = 1e9
 
 
 def changed(training: Any, choice: str) -> tuple[Any, Callable[[], AbstractContextManager[Any]]]:
-    """The training with one thing changed, and a context for its forward."""
+    """Change one thing of a training; return the training and a context for its forward."""
     from fsdpc import activations, optim
 
     model = training.model
@@ -61,7 +62,7 @@ def changed(training: Any, choice: str) -> tuple[Any, Callable[[], AbstractConte
 
 
 def build(choice: str, work: Any) -> tuple[Any, Callable[[], AbstractContextManager[Any]]]:
-    """fsdpc's training of a choice, and a context for its forward."""
+    """Build fsdpc's training of a choice; return the training and a context for its forward."""
     from engines import fsdpc
     from torch.distributed.fsdp import CPUOffload
 
@@ -70,7 +71,7 @@ def build(choice: str, work: Any) -> tuple[Any, Callable[[], AbstractContextMana
 
 
 def stepped(training: Any, batch: Any, around: Callable[[], AbstractContextManager[Any]]) -> Any:
-    """One step, whose forward alone runs in the context; returns its loss."""
+    """Take one step with only the forward inside the context, and return the loss."""
     from torch.nn import functional as F
 
     with around():
@@ -83,7 +84,7 @@ def stepped(training: Any, batch: Any, around: Callable[[], AbstractContextManag
 
 
 def choice_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """Milliseconds of each step and the peak, of one choice."""
+    """Return the milliseconds of each step, the peak memory and the losses of one choice."""
     from engines import random_batch
 
     work = step.workload(options["tokens"], options["tiny"], device.device)
@@ -107,7 +108,7 @@ def choice_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, An
 
 
 def save_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """Seconds of saves of one engine's weights and states: the call, and what blocks."""
+    """Return the seconds of one engine's saves, and the seconds that its background saves block."""
     import torch.distributed.checkpoint as dcp
     from engines import build as engine
     from engines import random_batch
@@ -148,7 +149,7 @@ def save_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]
 
 
 def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measures every choice, then the saves; `save` is called after each of them."""
+    """Measure every choice, then the saves. After each one, `save` gets all results so far."""
     options = {
         "tokens": step.TINY_TOKENS[-1] if args.tiny else args.tokens,
         **{key: getattr(args, key) for key in ("rounds", "tiny", "dry", "folder")},

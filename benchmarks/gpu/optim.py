@@ -1,15 +1,16 @@
-"""Optimizer steps on a GPU: fsdpc's kernels beside torch's fused and foreach steps.
+"""Time optimizer steps on a GPU: fsdpc's kernels beside torch's fused and foreach steps.
 
     python -m gpu.optim                      # one tensor of 128 Mi elements, and 2,000 of 4,096
     python -m gpu.optim --only AdamW --json
     python -m gpu.optim --dry --tiny         # the same lines without a GPU
 
-All cases of one size and dtype step the same parameters with the same gradients, in turns, and a
-ratio is the quotient of one round. Time is that between two events around several steps (GPU), and
-the host's until it has queued one step on an idle GPU (host). Bytes are what a step must read and
-write at least: parameter, gradient and states once each; the copy that a share refers to is torch's
-copy_ between two tensors on the same GPU, read and written bytes counted. "clip" is a step with
-clipping by the global norm: fsdpc's `step_and_clip`, torch's `clip_grad_norm_` and fused step.
+All cases of one size and dtype take turns with the same parameters and gradients, and a ratio is a
+quotient within one round. "GPU" is the time between two events around several steps, divided by
+their number. "host" is the time that the host needs to queue one step on an idle GPU. The bytes of
+a step are the least that the step must move: it reads and writes parameters and states once, and
+reads gradients once, or twice with clipping. Shares refer to torch's copy_ between two tensors on
+the same GPU, whose read and written bytes both count. "clip" is a step with clipping by the global
+norm: fsdpc's `step_and_clip`, or torch's `clip_grad_norm_` and fused step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from gpu.kernels import MIB, timed
 
 SIZES = {"big": (1, 128 * MIB), "small": (2000, 4096)}
 TINY = {"big": (1, 4096), "small": (8, 64)}
-STEPS_S = 20e-3  # of GPU time between two events
+STEPS_S = 20e-3  # so many steps run between two events that they take about this many seconds
 COPY_BYTES = 1 << 30
 Step = Callable[[], object]
 
@@ -53,7 +54,7 @@ CASES: dict[str, tuple[str, float, str]] = {
 
 
 def make_step(name: str, params: list[nn.Parameter]) -> Step:
-    """The step of a case, over these parameters and their gradients."""
+    """Return the step of a case on these parameters and their gradients."""
     library, kind = name.split(",")[0].split(" ")[:2]
     clip = name.endswith(", clip")
     options: dict[str, Any] = {"lr": 1e-5}
@@ -83,7 +84,7 @@ def host_seconds(device: machine.Device, step: Step) -> float:
 
 
 def copy_rate(device: machine.Device, dry: bool) -> float:
-    """Bytes per second of a copy, read and written; the median of seven."""
+    """Return the median bytes per second, read and written, of seven measurements of a copy."""
     source = torch.ones((1 << 16) if dry else COPY_BYTES // 8, device=device.device)
     target = torch.empty_like(source)
     rate = timed(device, [lambda: target.copy_(source)], STEPS_S)
@@ -94,7 +95,7 @@ def copy_rate(device: machine.Device, dry: bool) -> float:
 def measure(
     device: machine.Device, count: int, numel: int, names: list[str], rounds: int, copy: float
 ) -> dict[str, Any]:
-    """Measures all cases of one size; the cases of one dtype step the same parameters."""
+    """Measure all cases of one size; the cases of one dtype share their parameters."""
     found: dict[str, Any] = {}
     for dtype in dict.fromkeys(CASES[name][0] for name in names):
         chosen = [name for name in names if CASES[name][0] == dtype]

@@ -1,11 +1,11 @@
-"""Draws which stream of the GPU did what during a training step of fsdpc, and how much was hidden.
+"""Draw what each stream of a GPU does during a training step of fsdpc, and how much is hidden.
 
     python -m gpu.profile                   # prints; the picture goes to results/
     python -m gpu.profile --dry --tiny --picture /tmp/picture.png
 
-Two steps of the model of step.py run under torch's profiler; the second one is drawn. A
-cast, pack or sum is hidden where another kernel runs at the same time on another stream. With
---json the shares go to results/gpu_profile.json.
+Two steps of the model of step.py run under torch's profiler; the second step is drawn. A cast,
+pack, sum or NCCL kernel is hidden while a kernel of another kind runs on another stream. With
+--json the hidden shares are written to results/gpu_profile.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import common
 
 from gpu import machine, report, step, timeline
 
-# The beginning of a kernel's name -> its kind in the picture; the first that fits counts.
+# Prefix of a kernel's name -> the kernel's kind in the picture. The first matching prefix decides.
 KINDS = (
     ("fsdpc_cuda_cast", "gather: cast"),
     ("fsdpc_cuda_pack", "pack"),
@@ -48,12 +48,12 @@ MOVERS = ("gather: cast", "pack", "reduce", "NCCL")
 
 
 def kind_of(name: str) -> str:
-    """The kind that a kernel has in the picture."""
+    """Return the kind that a kernel has in the picture."""
     return next((kind for begin, kind in KINDS if name.startswith(begin)), "compute")
 
 
 def shares(work: list[timeline.Interval]) -> dict[str, Any]:
-    """Milliseconds of each kind, and the share of each mover's time with another kind beside it."""
+    """Return the milliseconds of each kind, and for ``MOVERS`` the share of them that is hidden."""
     found: dict[str, Any] = {}
     kinds = {kind: [one for one in work if kind_of(one.name) == kind] for kind in COLORS}
     for kind, own in kinds.items():
@@ -69,7 +69,9 @@ def shares(work: list[timeline.Interval]) -> dict[str, Any]:
 
 
 def busiest_stretch(work: list[timeline.Interval], share: float) -> tuple[float, float]:
-    """The window of `share` of the whole time in which most movers begin."""
+    """Return the window in which the most kernels of ``MOVERS`` begin. Its length is `share` of the
+    whole time.
+    """
     begin, end = work[0].begin, max(one.end for one in work)
     length = (end - begin) * share
     starts = [one.begin for one in work if kind_of(one.name) in MOVERS] or [begin]
@@ -79,7 +81,7 @@ def busiest_stretch(work: list[timeline.Interval], share: float) -> tuple[float,
 
 
 def draw(work: list[timeline.Interval], caption: str, path: Path) -> None:
-    """Two rows of lanes, one lane a stream: the whole step, and a stretch of it."""
+    """Draw two charts with a lane for each stream: the whole step, and a stretch of the step."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -110,7 +112,7 @@ def min_begin(work: list[timeline.Interval], stream: int) -> float:
 def draw_lanes(
     axis: Any, work: list[timeline.Interval], streams: list[int], window: tuple[float, float]
 ) -> None:
-    """Draws one lane per stream; times count from the window's begin."""
+    """Draw one lane per stream; times count from the beginning of the window."""
     first, last = window
     for lane, stream in enumerate(streams):
         for kind, color in COLORS.items():
@@ -131,7 +133,7 @@ def draw_lanes(
 def profile_steps(
     device: machine.Device, tiny: bool, tokens: int, engine: str
 ) -> timeline.Timeline:
-    """Trains a few steps, then profiles two and returns the second one's timeline."""
+    """Train a few steps, then profile two steps and return the timeline of the second."""
     from engines import build, random_batch
 
     work = step.workload(tokens, tiny, device.device)

@@ -1,4 +1,4 @@
-"""Figures and tables of the GPU benchmarks' results: medians, quartiles, ratios of one round."""
+"""Figures and tables of GPU benchmarks: medians, quartiles, and ratios within a round."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GB = 1e9
 
 
 def step_report(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Turns what the parts of step.py measured into figures; missing parts stay out."""
+    """Turn the results of step.py's parts into figures; parts that did not run are left out."""
     report: dict[str, Any] = {"failures": failures(results)}
     time = results.get("time", {})
     if "tokens" in time:
@@ -31,7 +31,7 @@ def step_report(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def failures(results: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Texts of what went wrong by "part" or "part, engine"."""
+    """Return the texts of errors. A key is the name of a part, or "part, engine"."""
     found = {}
     for part, result in results.items():
         if part == "memory":
@@ -45,12 +45,12 @@ def failures(results: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def difference(curves: list[list[float]]) -> float:
-    """The largest difference between any two engines' losses of one step."""
+    """Return the largest difference between any two engines' losses of one step."""
     return max((max(column) - min(column) for column in zip(*curves, strict=True)), default=0.0)
 
 
 def time_figures(one: dict[str, Any]) -> dict[str, Any]:
-    """Spreads of one number of tokens, and ratios to FSDP2 and to the unsharded step by rounds."""
+    """Return spreads for one number of tokens, and ratios to FSDP2 and `local` within rounds."""
     engines = {}
     for name, events in one["event_ms"].items():
         engines[name] = {
@@ -65,7 +65,7 @@ def time_figures(one: dict[str, Any]) -> dict[str, Any]:
 
 
 def host_figures(host: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds until backward returned, and microseconds per unit over the bare module."""
+    """Return milliseconds until backward returns, and us per unit above the bare module's time."""
     floor, found = host["seconds"].get("bare"), {}
     for name, seconds in host["seconds"].items():
         found[name] = {"host_ms": common.spread([1e3 * value for value in seconds])}
@@ -77,7 +77,7 @@ def host_figures(host: dict[str, Any]) -> dict[str, Any]:
 
 
 def count_figures(counts: dict[str, Any]) -> dict[str, Any]:
-    """Pieces of work per unit over the bare module, the host's waits, bytes per parameter."""
+    """Return launches per unit above the bare module's, the host's waits, bytes per parameter."""
     counted, engines = counts["counted"], {}
     floor = counted.get("bare", {}).get("launches")
     for name, one in counted.items():
@@ -98,7 +98,7 @@ def count_figures(counts: dict[str, Any]) -> dict[str, Any]:
 
 
 def figure(values: dict[str, float] | None, digits: int) -> str:
-    """A median with its quartiles."""
+    """Format a median with its quartiles."""
     if values is None:
         return "-"
     median, low, high = (f"{values[key]:,.{digits}f}" for key in ("median", "q1", "q3"))
@@ -106,7 +106,7 @@ def figure(values: dict[str, float] | None, digits: int) -> str:
 
 
 def step_tables(report: dict[str, Any]) -> Iterator[Table]:
-    """The tables of one result of step.py, as far as it has their figures."""
+    """Yield the tables of one result of step.py for which the result has figures."""
     for tokens, one in report.get("tokens", {}).items():
         rows = [
             [
@@ -145,8 +145,8 @@ def step_tables(report: dict[str, Any]) -> Iterator[Table]:
 
 
 def memory_table(memory: dict[str, dict[str, Any]]) -> Table:
-    """Peaks in GB; `peak` is torch's allocated and what is mapped beside it, `in use` the whole
-    device's above the empty process's.
+    """Return a table of peaks in GB. `peak` is the peak of torch's allocated memory plus what fsdpc
+    maps outside of torch's allocator; `in use` is the growth of the whole device's used memory.
     """
     keys = ("peak", "peak_allocated", "mapped", "peak_reserved", "in_use")
     rows = [[name, *(f"{one[key] / GB:.2f}" for key in keys)] for name, one in memory.items()]
@@ -156,7 +156,7 @@ def memory_table(memory: dict[str, dict[str, Any]]) -> Table:
 
 
 def memory_report(results: dict[str, Any]) -> dict[str, Any]:
-    """Spreads of memory.py's steps and saves, steps also as multiples of the first choice's."""
+    """Return spreads of memory.py's steps and saves, and step times / the first choice's time."""
     choices, saves, failed = {}, {}, {}
     both = {**results["choices"], **results["saves"]}
     failed = {name: one["error"] for name, one in both.items() if "error" in one}
@@ -178,7 +178,7 @@ def memory_report(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def choice_tables(result: dict[str, Any]) -> Iterator[Table]:
-    """Tables of memory.py: choices that free memory, and saves."""
+    """Yield the tables of memory.py: one of choices that free memory, and one of saves."""
     rows = [
         [
             name,
@@ -207,7 +207,7 @@ def choice_tables(result: dict[str, Any]) -> Iterator[Table]:
 
 
 def kernel_tables(result: dict[str, Any]) -> Iterator[Table]:
-    """One table of kernels.py: shares of the copy by size."""
+    """Yield the table of kernels.py: shares of the copy's speed by size."""
     sizes = result["sizes_mib"]
     names = list(next(iter(sizes.values()))["kernels"])
     rows = [["copy, GB/s", *(f"{one['copy_gbps']['median']:,.0f}" for one in sizes.values())]]
@@ -218,7 +218,7 @@ def kernel_tables(result: dict[str, Any]) -> Iterator[Table]:
 
 
 def optim_tables(result: dict[str, Any]) -> Iterator[Table]:
-    """Tables of optim.py, one for each size: times, share of a copy's speed, and of torch's."""
+    """Yield one table of optim.py per size: times, shares of a copy's speed, ratios to torch."""
     head = ["step", "GPU, us", "host, us", "x copy", "x torch fused"]
     for size, found in result["sizes"].items():
         rows = [
@@ -237,7 +237,7 @@ def optim_tables(result: dict[str, Any]) -> Iterator[Table]:
 
 
 def profile_tables(result: dict[str, Any]) -> Iterator[Table]:
-    """One table of profile.py: what ran, and how much of the moving was hidden."""
+    """Yield the table of profile.py: the kernels of each kind, and which share was hidden."""
     rows = [
         [kind, str(one["count"]), f"{one['ms']:.2f}", percent(one.get("hidden"))]
         for kind, one in result["kinds"].items()
@@ -250,7 +250,7 @@ def percent(share: float | None) -> str:
 
 
 def print_step(report: dict[str, Any]) -> None:
-    """Prints all tables, the losses' difference and what went wrong."""
+    """Print all tables, the largest difference of losses, and the errors."""
     for title, head, rows in step_tables(report):
         print(f"\n{title}")
         common.print_table(head, rows)
@@ -269,7 +269,7 @@ def print_step(report: dict[str, Any]) -> None:
 def facts(
     step: dict[str, Any], kernels: dict[str, Any], profile: dict[str, Any]
 ) -> list[tuple[str, str]]:
-    """Names and texts of the figures that matter and that were measured."""
+    """Return the names and texts of the most important figures that were measured."""
     rows = [*kernel_facts(kernels), *step_facts(step)]
     for kind, one in profile.get("kinds", {}).items():
         if one.get("hidden") is not None:
@@ -278,7 +278,7 @@ def facts(
 
 
 def kernel_facts(kernels: dict[str, Any]) -> list[tuple[str, str]]:
-    """The slowest and the fastest kernel at the largest size, as shares of the copy."""
+    """Return the kernels at the largest size as shares of the copy's speed, the slowest first."""
     sizes = kernels.get("sizes_mib", {})
     if not sizes:
         return []
@@ -294,7 +294,7 @@ def kernel_facts(kernels: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def step_facts(step: dict[str, Any]) -> list[tuple[str, str]]:
-    """Step times, memory, host time and launches, one line each, engines side by side."""
+    """Return step times, memory, host time and launches, with all engines on each line."""
 
     def side_by_side(values: dict[str, float], digits: int) -> str:
         return ", ".join(f"{name} {value:,.{digits}f}" for name, value in values.items())

@@ -1,14 +1,15 @@
-"""Everything that wants a GPU, in ten minutes: build, tests, kernels, training steps, a profile.
+"""Run everything that needs a GPU in ten minutes: build, tests, kernels, training steps, a profile.
 
-    python -m gpu.run              # as `make gpu` does; OUT=dir gets copies
+    python -m gpu.run              # as `make gpu`; with OUT=dir set, also copies the results to dir
     python -m gpu.run --dry --tiny # the same without a GPU, on the simulated one
     python -m gpu.run --parts build,first,step
 
-Needs a Python with torch, numpy and setuptools, a C compiler and nvcc, or an extension that was
-built before; no network. Each part is a process of its own with its own time limit; one that fails
-or is late does not stop the others, and what matters most comes first. The last thing printed is
-one table of them all, with the reason of each failure; the exit status is 0 if all passed. Results
-go to benchmarks/results/gpu_*.json, logs to build/gpu; all logs together are gpu.log.
+The run needs a Python with torch, numpy and setuptools, and either a C compiler and nvcc or an
+extension that was built before. It needs no network. Each part is a process of its own with its own
+time limit. A part that fails or is late does not stop the others (but without any build nothing
+else runs), and the most important parts run first. The output ends with one table of all parts with
+the reason of each failure; the exit status is 0 if all parts passed. Results go to
+benchmarks/results/gpu_*.json. Logs go to build/gpu, where gpu.log has the logs of all parts.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ class Part:
 
 @dataclass
 class Ended:
-    """How a part ended."""
+    """A part that has ended, with its status, time and log."""
 
     part: Part
-    status: str  # "ok", "failed (1)", "late", "left out: ..."
+    status: str  # "ok", "failed (1)", "late: ...", "left out: ...", "not needed"
     seconds: float
     lines: list[str] = field(default_factory=list)  # lines of the part's log
 
@@ -67,7 +68,7 @@ class Ended:
 
 
 def parts(args: argparse.Namespace, folder: Path) -> list[Part]:
-    """All parts in order; result files lie in `folder`."""
+    """Return all parts in the order in which they run; they write result files into `folder`."""
     python = sys.executable
     dry = [*(["--dry"] if args.dry else []), *(["--tiny"] if args.tiny else [])]
 
@@ -75,13 +76,15 @@ def parts(args: argparse.Namespace, folder: Path) -> list[Part]:
         return [python, "-m", f"gpu.{name}", *dry, "--json", str(folder / result), *more]
 
     def tests(name: str, seconds: int, *which: str) -> Part:
-        """One process per group of tests: a fault of the GPU ends all tests of its process."""
+        """Return a part for a group of tests. Each group has a process of its own, because a GPU
+        fault fails all later tests of the same process.
+        """
         options = "-v -rfE --tb=short -p no:cacheprovider -o faulthandler_timeout=60".split()
         return Part(name, [python, "-m", "pytest", *options, *which], seconds, sums_up=True)
 
     build = [python, "setup.py", "build_ext", "--inplace"]
     first = [python, str(ROOT / "tests" / "gpu" / "first_steps.py"), *dry[: int(args.dry)]]
-    one_by_one = {"CUDA_LAUNCH_BLOCKING": "1"}  # tells a wrong order from a wrong kernel
+    one_by_one = {"CUDA_LAUNCH_BLOCKING": "1"}  # no two kernels overlap: a failure is no race
     picture = ["--picture", str(folder / "gpu_profile.png")]
     one_rank, kernels, two_ranks = (
         f"tests/gpu/test_{name}.py" for name in ("one_rank", "kernels_gpu", "two_ranks")
@@ -109,7 +112,7 @@ def parts(args: argparse.Namespace, folder: Path) -> list[Part]:
 
 
 def missing(dry: bool) -> list[str]:
-    """What this machine lacks, a line each."""
+    """Return one line for each thing that this machine lacks."""
     lines = []
     for module, why in (
         ("torch", "everything"),
@@ -132,7 +135,7 @@ def missing(dry: bool) -> list[str]:
 
 
 def gpu_in_sight() -> bool:
-    """Asks torch in a process of its own: nothing of CUDA starts in this one."""
+    """Return whether torch finds a GPU; a child asks, so that this process does not start CUDA."""
     question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     command = [sys.executable, "-W", "ignore", "-c", question]
     try:
@@ -142,23 +145,23 @@ def gpu_in_sight() -> bool:
 
 
 def find_nvcc() -> str | None:
-    """Looks for nvcc as setup.py does."""
+    """Return the path of nvcc or None. setup.py looks for nvcc in the same places."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)]
     return shutil.which(os.environ.get("NVCC") or "nvcc", path=os.pathsep.join(folders))
 
 
 def environment(dry: bool) -> dict[str, str]:
-    """All parts' environment; a dry run's is for the simulated GPU, built by `make simlibs`."""
+    """Return the environment of the parts. A dry run needs the simulated GPU (`make simlibs`)."""
     found = dict(os.environ)
     found["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(ROOT), str(BENCHMARKS), os.environ.get("PYTHONPATH")])
     )
     found["PYTHONUNBUFFERED"] = found["PYTHONFAULTHANDLER"] = "1"
-    found["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever else the machine has
+    found["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the machine may have unsuitable plugins
     found.setdefault("FSDPC_TIMEOUT", "60")
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        found.setdefault(variable, "lo")  # all ranks are here, and there may be no other network
+        found.setdefault(variable, "lo")  # this machine has all ranks and may have no other network
     if dry:
         sys.path.insert(0, str(ROOT / "tests" / "simgpu" / "python"))
         import env
@@ -171,7 +174,7 @@ def environment(dry: bool) -> dict[str, str]:
 
 
 def usable(env: dict[str, str], dry: bool) -> bool:
-    """Whether there is an extension that can be used, whoever built it."""
+    """Return whether an extension that was built before can be used."""
     question = f"import sys, fsdpc._C as c; sys.exit(not ({dry} or c.cuda_image_bytes()))"
     command = [sys.executable, "-c", question]
     try:
@@ -182,7 +185,7 @@ def usable(env: dict[str, str], dry: bool) -> bool:
 
 
 def run(part: Part, seconds: float, env: dict[str, str]) -> Ended:
-    """Runs one part in its own process group, which is gone afterwards; its log is kept."""
+    """Run one part in a process group of its own, end the group, and keep the part's log."""
     log = LOGS / f"{part.name}.log"
     begin = time.monotonic()
     with open(log, "wb") as out:
@@ -206,7 +209,7 @@ def run(part: Part, seconds: float, env: dict[str, str]) -> Ended:
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """Kills what the part may have left behind."""
+    """Kill the processes that the part may have left running."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -215,7 +218,7 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def reason_to_leave_out(part: Part, ended: list[Ended], left: float) -> str | None:
-    """Why a part does not run; None: it runs."""
+    """Return why a part does not run, or None if it runs."""
     before = {one.part.name: one for one in ended}
     if part.after_failure_of:
         first = before.get(part.after_failure_of)
@@ -233,8 +236,9 @@ def run_all(
     dry: bool,
     save: Callable[[list[Ended]], None],
 ) -> list[Ended]:
-    """Runs one part after the other; later ones get what time is left. After a failed build with
-    nothing usable from before, the rest is left out. `save(ended)` is called after each part run.
+    """Run one part after the other; later parts get the time that is left. If the build fails and
+    no earlier build is usable, the remaining parts are left out. `save(ended)` is called after each
+    part that ran.
     """
     ended: list[Ended] = []
     for part in chosen:
@@ -257,7 +261,7 @@ def run_all(
 
 
 def reasons(one: Ended) -> list[str]:
-    """Lines of a failed part's log that say why: pytest's list of failures, else the log's end."""
+    """Return why a part failed: pytest's list of failures, or else the last lines of the log."""
     listed = [line for line in one.lines if line.startswith(("FAILED ", "ERROR "))]
     chosen = listed[:REASON_LINES] if listed else one.lines[-REASON_LINES:]
     if len(listed) > REASON_LINES:
@@ -266,7 +270,7 @@ def reasons(one: Ended) -> list[str]:
 
 
 def load(folder: Path, name: str) -> dict:
-    """What a result file holds; {} if there is none, or if it is not JSON."""
+    """Return the content of a result file, or {} if the file is missing or is not JSON."""
     try:
         return json.loads((folder / name).read_text())
     except (OSError, ValueError):
@@ -274,7 +278,7 @@ def load(folder: Path, name: str) -> dict:
 
 
 def facts(folder: Path, ended: list[Ended]) -> list[tuple[str, str]]:
-    """The figures that matter, from the result files that this run has left."""
+    """Return the most important figures of the result files that this run has written."""
     from gpu import report
 
     left = {name for one in ended for name in one.part.results}
@@ -289,14 +293,14 @@ def facts(folder: Path, ended: list[Ended]) -> list[tuple[str, str]]:
 
 
 def print_end(ended: list[Ended], folder: Path) -> None:
-    """The last thing on the screen: one table."""
+    """Print the table that ends the output."""
     rows = [(one.part.name, f"{one.status}, {one.seconds:.0f} s") for one in ended]
     for one in ended:
         if one.part.sums_up and one.lines:
             rows.append((one.part.name, one.lines[-1].strip("= ")))
     try:
         rows += facts(folder, ended)
-    except Exception as error:  # the table is printed in any case
+    except Exception as error:  # print the table in any case
         rows.append(("results", f"not readable: {type(error).__name__}: {error}"))
     rows += [(one.part.name, text) for one in ended if not one.passed for text in reasons(one)]
     width = max(len(name) for name, _ in rows)
@@ -307,8 +311,9 @@ def print_end(ended: list[Ended], folder: Path) -> None:
 
 
 def keep(ended: list[Ended], folder: Path, out: str) -> None:
-    """Writes how the parts ended, and all logs into one; copies everything to a folder of the
-    caller's. Called after each part, as the caller may be ended, too.
+    """Write one file that says how the parts ended, and one file with the logs of all parts. Copy
+    these files and the results to ``out`` if it is not empty. This function is called after each
+    part, because the run may be killed at any time.
     """
     ends = [
         {"part": one.part.name, "status": one.status, "seconds": round(one.seconds, 1),
@@ -345,7 +350,7 @@ def main() -> None:
     if not args.dry and not gpu_in_sight():
         raise SystemExit("fsdpc: torch finds no GPU here; make gpu-dry runs on a simulated one")
     LOGS.mkdir(parents=True, exist_ok=True)
-    folder = LOGS / "dry" if args.dry or args.tiny else RESULTS  # only true figures among results
+    folder = LOGS / "dry" if args.dry or args.tiny else RESULTS  # no meaningless figures in RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     chosen = parts(args, folder)
     wanted = args.parts.split(",") if args.parts else [part.name for part in chosen]
@@ -356,7 +361,7 @@ def main() -> None:
     if importlib.util.find_spec("pytest") is None:
         chosen = [part for part in chosen if not part.sums_up]
     for file in [folder / name for part in chosen for name in part.results]:
-        file.unlink(missing_ok=True)  # the file is an older run's
+        file.unlink(missing_ok=True)  # an older run wrote the file
     env = environment(args.dry)
     ended = run_all(
         chosen, env, begin + args.seconds, args.dry, lambda some: keep(some, folder, args.out)

@@ -1,27 +1,30 @@
-"""Training steps of a GPT of a billion parameters on one GPU: fsdpc, FSDP1 and FSDP2 in one run.
+"""Time training steps of a GPT of a billion parameters on one GPU: fsdpc, FSDP1 and FSDP2.
 
     python -m gpu.step                    # all parts, 1k, 4k and 16k tokens
     python -m gpu.step --parts time --tokens 4096 --json
     python -m gpu.step --dry --tiny       # the same lines without a GPU
 
-One rank on nccl, bf16 computation over fp32 weights, activation checkpointing, the same fused
-AdamW. On a group of one rank FSDP1 and fsdpc turn FULL_SHARD into NO_SHARD, as torch
-documents; FSDP2 does not. `local` is the unsharded step: fp32 weights cast into a
-bf16 copy that computes.
+All engines train on one nccl rank with bf16 computation over fp32 weights, activation checkpointing
+and the same fused AdamW. On a group of one rank FSDP1 and fsdpc turn FULL_SHARD into NO_SHARD, as
+torch documents; FSDP2 does not. `local` is the unsharded step, which casts fp32 weights into a bf16
+copy that computes.
 
-time    All engines live in one process, and rounds go through them in turn, another first each
-        round. Step time is taken twice: by the GPU's events and by the host's clock, each from an
-        idle GPU until it is idle again. The losses of the first steps, which run torch's
-        deterministic algorithms, are compared.
-memory  One fresh process per engine: torch's peaks of allocated and reserved memory; for fsdpc what
-        it maps beside torch's allocator, which "peak" has on top of torch's allocated; and what the
-        whole device has in use above the empty process's, which counts NCCL's buffers, too.
-host    Many small units, so that the GPU is never what one waits for: from an idle GPU until
-        backward returns, which does not wait for the GPU unless the engine does; the time of the
-        bare module in the same round is taken off, the rest divided by the number of units.
-counts  The same small units under torch's profiler: pieces of work that one forward and backward
-        put on the GPU, less the bare module's, by units; calls in which the host waited; and for
-        fsdpc the bytes that its gathers, packs and sums move per parameter, by its own trace.
+time    All engines run in one process and take turns in each round; another engine is first in each
+        round. A step is timed by the GPU's events and by the host's clock, both from an idle GPU
+        until the GPU is idle again. The losses of the first steps, which run torch's deterministic
+        algorithms, are compared.
+memory  Each engine runs in a fresh process. The first figures are torch's peaks of allocated and
+        reserved memory, and the memory that fsdpc maps outside of torch's allocator; "peak" is the
+        allocated peak plus the mapped memory. The last figure is the growth of the whole device's
+        used memory from before the engine is built; it includes NCCL's buffers.
+host    Many small units run, so that the GPU always finishes before the host. The time is that from
+        an idle GPU until backward returns. It includes waits for the GPU only if the engine itself
+        waits. The time of the bare module in the same round is subtracted, and the rest is divided
+        by the number of units.
+counts  The same small units run under torch's profiler for one forward and backward. The figures
+        are the number of launched kernels, copies and fills (minus those of the bare module, per
+        unit), and the calls in which the host waits. From fsdpc's own trace come the bytes per
+        parameter that fsdpc's gathers, packs and sums move.
 """
 
 from __future__ import annotations
@@ -49,11 +52,11 @@ MEMORY_STEPS = 4
 PART_SECONDS = {"time": 150, "memory": 60, "host": 60, "counts": 60}  # for one process
 DEFAULT_ENGINES = "fsdpc,fsdp1,fsdp2,local"
 COUNT_ENGINES = ("fsdpc", "fsdp1", "fsdp2", "bare")
-MAPPED = ("gather_bytes", "reduce_bytes", "spare_bytes")  # beside torch's allocator
+MAPPED = ("gather_bytes", "reduce_bytes", "spare_bytes")  # not in torch's allocator
 
 
 def workload(tokens: int, tiny: bool, device: Any) -> Any:
-    """The big model at so many tokens a step; with `tiny`, the same shape in small."""
+    """Return the big model with `tokens` tokens per step, or with `tiny` a small model."""
     import torch
     from engines import GPTConfig, Workload
 
@@ -73,7 +76,7 @@ def workload(tokens: int, tiny: bool, device: Any) -> Any:
 
 
 def small_workload(tiny: bool, device: Any) -> Any:
-    """Many units with next to no work in them."""
+    """Return a model of many units that compute almost nothing."""
     from engines import GPTConfig
 
     layers = 4 if tiny else SMALL_LAYERS
@@ -86,7 +89,7 @@ def small_workload(tiny: bool, device: Any) -> Any:
 
 
 def build_all(names: list[str], work: Any, failures: dict[str, str]) -> dict[str, Any]:
-    """Builds the engines; one that cannot be built is named in `failures` and left out."""
+    """Build the engines. An engine that cannot be built is left out; its error is in `failures`."""
     from engines import build
 
     trainings = {}
@@ -101,7 +104,9 @@ def build_all(names: list[str], work: Any, failures: dict[str, str]) -> dict[str
 def try_each(
     trainings: dict[str, Any], failures: dict[str, str], job: Any, order: list[str] | None = None
 ) -> dict[str, Any]:
-    """Runs job(training) for each training; an engine that raises is in `failures` and left out."""
+    """Run job(training) for each training. If the job raises, drop the training and keep the error
+    in `failures`.
+    """
     results = {}
     for name in order or list(trainings):
         if name in trainings:
@@ -114,15 +119,16 @@ def try_each(
 
 
 def rotated(names: list[str], turn: int) -> list[str]:
-    """The names in a circle: in each round another one comes first."""
+    """Return the names rotated by `turn`, so that another name is first in each round."""
     first = turn % max(len(names), 1)
     return names[first:] + names[:first]
 
 
 @contextmanager
 def reproducible() -> Iterator[None]:
-    """torch's deterministic algorithms in the context, where torch has them (without, attention's
-    backward adds in any order); torch fills no memory for it.
+    """Use torch's deterministic algorithms, where torch has them, in the context. Without them,
+    attention's backward adds in any order. With deterministic algorithms torch also fills new
+    memory by default; this function switches the filling off.
     """
     import torch
 
@@ -135,7 +141,7 @@ def reproducible() -> Iterator[None]:
 
 
 def time_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """Losses, and each round's step times, for each number of tokens."""
+    """Return the losses, and the step times of each round for each number of tokens."""
     from engines import random_batch
 
     failures: dict[str, str] = {}
@@ -165,7 +171,7 @@ def time_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]
 
 
 def plain_on_meta(work: Any) -> Any:
-    """The model without memory, to count its parameters."""
+    """Return the model on the meta device, without memory, to count its parameters."""
     import torch
     from engines import plain_model
 
@@ -175,7 +181,7 @@ def plain_on_meta(work: Any) -> Any:
 def time_rounds(
     device: Any, trainings: dict[str, Any], work: Any, rounds: int, failures: dict[str, str]
 ) -> dict[str, Any]:
-    """Milliseconds of single steps by engine: by events, by the host's clock."""
+    """Return the milliseconds of each engine's steps, by events and by the host's clock."""
     from engines import random_batch
 
     batch = random_batch(work, 7)
@@ -201,7 +207,7 @@ def time_rounds(
 
 
 def memory_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """Peaks of one engine in bytes, for the largest number of tokens of the run."""
+    """Return the peaks of one engine in bytes for the largest number of tokens of the run."""
     import gc
 
     import torch
@@ -235,7 +241,7 @@ def memory_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, An
 
 
 def engine_memory(model: Any) -> dict[str, int]:
-    """fsdpc's own figures by purpose; empty for other engines."""
+    """Return fsdpc's bytes by purpose, or {} for other engines."""
     if not type(model).__module__.startswith("fsdpc"):
         return {}
     import fsdpc
@@ -244,7 +250,7 @@ def engine_memory(model: Any) -> dict[str, int]:
 
 
 def host_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """Seconds until backward returns, by engine and round."""
+    """Return the seconds until backward returns, by engine and round."""
     from engines import random_batch
 
     failures: dict[str, str] = {}
@@ -271,7 +277,7 @@ def host_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]
 
 
 def counts_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """Pieces of work and waits of one forward and backward, by engine."""
+    """Return the launches and waits of one forward and backward, by engine."""
     from engines import random_batch
 
     from gpu import timeline
@@ -307,7 +313,7 @@ def counts_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, An
 
 
 def engine_waits(model: Any) -> int:
-    """Waits that fsdpc has counted so far: they are queries, which no profiler shows."""
+    """Return how often fsdpc has waited so far. fsdpc polls the GPU, which no profiler shows."""
     groups = getattr(model, "_groups", None)
     if groups is None or groups.shard.device is None:
         return 0
@@ -317,7 +323,7 @@ def engine_waits(model: Any) -> int:
 
 
 def trace_summary(events: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """How often each operation came, and its bytes."""
+    """Return the number of events and the total bytes of each operation."""
     found: dict[str, dict[str, int]] = {}
     for event in events:
         entry = found.setdefault(event["op"], {"count": 0, "bytes": 0})
@@ -330,7 +336,7 @@ JOBS = {"time": time_job, "memory": memory_job, "host": host_job, "counts": coun
 
 
 def measure(args: argparse.Namespace, save: Any) -> dict[str, Any]:
-    """All parts; `save` is called after each, so that an end in the middle loses one part only."""
+    """Measure all parts. `save` is called after each part, so that a crash loses one part only."""
     tokens = [int(text) for text in args.tokens.split(",")]
     options = {
         "engines": args.engines.split(","),

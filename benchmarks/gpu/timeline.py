@@ -1,7 +1,7 @@
-"""What a GPU did and when, from torch's profiler: work on streams, waits of the host.
+"""Timelines of a GPU from torch's profiler: the work on each stream, and the waits of the host.
 
-On the CPU (dry runs) torch's outermost operators stand for kernels and threads for streams, so that
-the same lines run.
+On the CPU (in dry runs) torch's outermost operators take the place of kernels, and threads take the
+place of streams, so that the same code runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WAITS = ("StreamSynchronize", "EventSynchronize", "DeviceSynchronize", "CtxSynch
 
 @dataclass(frozen=True)
 class Interval:
-    """One piece of work on a stream; microseconds."""
+    """A kernel, copy or fill on a stream; times are in microseconds."""
 
     name: str
     stream: int
@@ -34,14 +34,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What one profiled call did."""
+    """The work on the device and the waits of the host in one profiled call."""
 
-    work: list[Interval]  # by begin
-    waits: int  # calls in which the host waits for the device
+    work: list[Interval]  # sorted by begin
+    waits: int  # the number of calls in which the host waits for the device
 
 
 def record(job: Callable[[], object], device: Device) -> Timeline:
-    """Profiles `job` once, with the device idle before and after it."""
+    """Profile `job` once, with an idle device before and after the job."""
     device.synchronize()
     activities = [ProfilerActivity.CPU]
     if not device.dry:
@@ -58,7 +58,7 @@ def record(job: Callable[[], object], device: Device) -> Timeline:
 
 
 def read(events: list[dict], dry: bool) -> Timeline:
-    """Makes a timeline of a Chrome trace. Waits count while the job runs, not those after it."""
+    """Make a timeline of a Chrome trace. Waits of the host after the job do not count."""
     timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
     waits = sum(
         any(word in event["name"] for word in WAITS)
@@ -82,7 +82,7 @@ def read(events: list[dict], dry: bool) -> Timeline:
 
 
 def within_job(events: list[dict]) -> list[dict]:
-    """The events that begin while the host is in the job, on any thread."""
+    """Return the events of all threads that begin while the host runs the job."""
     job = next(e for e in events if e["name"] == JOB and e.get("cat") == "user_annotation")
     first = float(job["ts"])
     last = first + float(job["dur"])
@@ -90,7 +90,7 @@ def within_job(events: list[dict]) -> list[dict]:
 
 
 def outermost(events: list[dict]) -> list[dict]:
-    """Leaves out operators that another operator of the same thread called."""
+    """Return the operators that were not called by another operator of the same thread."""
     found: list[dict] = []
     ends: dict[object, float] = {}
     for event in sorted(events, key=lambda one: (float(one["ts"]), -float(one["dur"]))):
@@ -101,7 +101,7 @@ def outermost(events: list[dict]) -> list[dict]:
 
 
 def busy(intervals: list[Interval]) -> float:
-    """Microseconds in which at least one of the intervals runs."""
+    """Return the microseconds during which at least one of the intervals runs."""
     total, until = 0.0, float("-inf")
     for one in sorted(intervals, key=lambda one: one.begin):
         if one.end > until:
@@ -111,7 +111,7 @@ def busy(intervals: list[Interval]) -> float:
 
 
 def hidden(movers: list[Interval], others: list[Interval]) -> float | None:
-    """The share of the movers' busy time in which one of the others runs; None without movers."""
+    """Return the share of the movers' busy time in which others run, or None without movers."""
     moving = busy(movers)
     if moving == 0:
         return None

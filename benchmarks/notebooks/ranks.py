@@ -1,4 +1,4 @@
-"""What the notebooks run on two ranks: ``torchrun --nproc-per-node=2 ranks.py memory``.
+"""Functions that notebooks run on two ranks: ``torchrun --nproc-per-node=2 ranks.py memory``.
 
 Rank 0 prints one line of JSON.
 """
@@ -13,7 +13,9 @@ from typing import Any
 
 
 def launch(what: str) -> Any:
-    """The result of ``what`` on two ranks of this machine. ``RuntimeError`` has the log."""
+    """Run ``what`` on two ranks of this machine and return the result. Raises ``RuntimeError``
+    with the log if a rank fails.
+    """
     here = Path(__file__).resolve()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     done = subprocess.run([*command, str(here), what], capture_output=True, text=True)
@@ -23,7 +25,7 @@ def launch(what: str) -> Any:
 
 
 def memory() -> dict[str, Any]:
-    """``fsdpc.memory_report`` of a small GPT after a step, and the engine's own figures."""
+    """Return ``memory_report`` and ``memory_stats`` of a small GPT after a training step."""
     import torch.distributed as dist
     from engines import WORKLOADS, build, random_batch
 

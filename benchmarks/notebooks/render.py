@@ -9,11 +9,13 @@ import nbformat
 from nbclient import NotebookClient
 
 HERE = Path(__file__).resolve().parent
-SECONDS = 600  # of a cell, on a machine that is busy
+SECONDS = 600  # time limit of a cell, long enough for a busy machine
 
 
 def execute(path: Path, seconds: float = SECONDS) -> nbformat.NotebookNode:
-    """The notebook with its outputs. ``CellExecutionError`` for a cell that raises or is late."""
+    """Run a notebook and return it with its outputs. Raises ``CellExecutionError`` if a cell
+    raises, and ``CellTimeoutError`` if a cell takes longer than ``seconds``.
+    """
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
         notebook, timeout=seconds, kernel_name="python3", resources={"metadata": {"path": HERE}}
@@ -22,7 +24,7 @@ def execute(path: Path, seconds: float = SECONDS) -> nbformat.NotebookNode:
 
 
 def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Without what differs between machines: times of execution, the kernel's version."""
+    """Remove from a notebook what differs between machines: execution times, kernel version."""
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},

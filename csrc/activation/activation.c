@@ -1,5 +1,5 @@
-/* Packing and unpacking. The bodies are written once and compiled for each instruction set: a function
- * that is always inlined takes the instructions of its caller. */
+/* Packing and unpacking of activations. The bodies are written once, as always-inline functions. So each body
+ * is compiled for the instruction set of each of its callers. */
 #include "activation/activation.h"
 
 #include <math.h>
@@ -14,7 +14,7 @@
 
 enum { BLOCK = FSDPC_ACTIVATION_BLOCK };
 
-/* Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum. */
+/* After 1.5 * 2^23 is added to a float, the low bits of the sum hold the integer nearest to it. */
 #define ROUNDS 12582912.0f
 #define STEPS ((float)FSDPC_ACTIVATION_STEPS)
 
@@ -53,7 +53,7 @@ narrow(const float *values, int64_t n, uint16_t *out, fsdpc_dtype type)
 INLINE float
 largest(const float *values, int64_t n)
 {
-    int32_t most = 0; /* as integers, floats without sign keep their order */
+    int32_t most = 0; /* the bits of the largest magnitude; such bits sort like the floats */
     for (int64_t i = 0; i < n; i++) {
         const int32_t bits = (int32_t)(f32_bits(values[i]) & 0x7fffffffu);
         most = bits > most ? bits : most;
@@ -69,7 +69,7 @@ pack(const void *values, fsdpc_dtype type, int64_t n, int8_t *codes, float *scal
         const int64_t count = n - begin < BLOCK ? n - begin : BLOCK;
         load(values, type, begin, count, block);
         const float most = largest(block, count);
-        /* Blocks of the smallest numbers are lifted, so that their scale has a reciprocal. */
+        /* Blocks of very small numbers are multiplied by 2^64, so that the scale's reciprocal is finite. */
         const float lift = most < 0x1p-90f ? 0x1p64f : 1;
         const float inverse = most > 0 && isfinite(most) ? STEPS / (most * lift) : 0;
         scales[begin / BLOCK] = isfinite(most) ? most : NAN;
@@ -98,7 +98,7 @@ unpack(const int8_t *codes, const float *scales, int64_t n, void *values, fsdpc_
         const float scale = scales[begin / BLOCK];
         float *wide = type == FSDPC_F32 ? (float *)values + begin : block;
         for (int64_t i = 0; i < count; i++) {
-            /* 4 * (code - sign) quarters of a step; codes of no step, -1 and 1, give one quarter. */
+            /* The value in quarters of a step: 4 * (code - sign), but 1 for the code 1 and -1 for -1. */
             const int32_t code = codes[begin + i];
             const int32_t quarters = 4 * code - 2 * within(code, 1) - within(code, 2);
             wide[i] = (float)quarters * (0.25f / STEPS) * scale;

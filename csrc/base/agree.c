@@ -1,4 +1,4 @@
-/* Comparing the ranks' texts. See agree.h. */
+/* Comparison of the ranks' texts. See agree.h. */
 #include "base/agree.h"
 
 #include <string.h>
@@ -10,7 +10,7 @@ enum { QUOTE_BYTES = 300 };
 static uint64_t
 digest(const char *text, uint64_t bytes)
 {
-    /* FNV-1a: the texts are written by this program, nobody tries to make them collide. */
+    /* FNV-1a is enough: this program writes the texts, so nobody tries to make digests collide. */
     uint64_t value = 14695981039346656037u;
     uint64_t count = bytes < FSDPC_AGREE_DIGEST_BYTES ? bytes : FSDPC_AGREE_DIGEST_BYTES;
     for (uint64_t i = 0; i < count; i++) {

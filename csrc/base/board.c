@@ -1,5 +1,5 @@
-/* See board.h. Texts are written as atomic words: a reader in another process may see a torn text
- * while it changes, but every text ends within its place.
+/* See board.h. Texts are written as atomic words: a reader in another process may see parts of two
+ * texts while a text changes, but every text ends within its buffer.
  */
 #include "base/board.h"
 
@@ -18,7 +18,7 @@
 enum { WORDS = FSDPC_BOARD_TEXT_BYTES / 8, FIRST_SIGNAL = 11 };
 
 typedef struct line {
-    _Atomic int64_t at_ns; /* 0: nothing to show */
+    _Atomic int64_t at_ns; /* CLOCK_MONOTONIC time of the text's event; 0: the line is empty */
     _Atomic uint64_t words[WORDS];
 } line;
 
@@ -47,7 +47,7 @@ now_ns(void)
 
 /* --- opening ---------------------------------------------------------------------------------- */
 
-/* In a forked child: the page is the parent's, and a child that wrote into it would speak for the parent. */
+/* Runs in a forked child, which must not write into the page, because the page belongs to the parent. */
 static void
 forget_parents(void)
 {
@@ -66,7 +66,7 @@ watch_forks(void)
     pthread_atfork(NULL, NULL, forget_parents);
 }
 
-/* A real-time signal without a handler, which is ignored from now on; 0 if there is none. */
+/* Returns a real-time signal that had no handler and is ignored from now on, or 0 if there is none. */
 static int
 choose_signal(void)
 {
@@ -146,7 +146,7 @@ publish(line *at, const text *entry, size_t used, int64_t when_ns)
     atomic_store_explicit(&at->at_ns, when_ns, memory_order_release);
 }
 
-/* "gather of unit layers.3, forward" */
+/* Writes a text such as "gather of unit layers.3, forward". */
 static void
 write_line(line *at, const char *op, const char *unit, const char *phase, int64_t when_ns)
 {
@@ -179,7 +179,7 @@ fsdpc_board_end(void)
         return;
     }
     int before = atomic_load(&waits);
-    /* A wait that began before the board was opened ends without a count. */
+    /* A wait that began before the board was opened was not counted, so its end may find the count 0. */
     while (before > 0 && !atomic_compare_exchange_weak(&waits, &before, before - 1)) {}
     if (before == 1) {
         atomic_store_explicit(&board->wait.at_ns, 0, memory_order_release);

@@ -1,4 +1,4 @@
-/* The process's deadline, and the texts of deadlines that have passed. See deadline.h. */
+/* The process's deadline, and the error texts of deadlines that have passed. See deadline.h. */
 #include "base/deadline.h"
 
 #include <assert.h>
@@ -23,7 +23,7 @@ fsdpc_set_timeout(double seconds)
     atomic_store_explicit(&process_timeout, seconds, memory_order_relaxed);
 }
 
-/* "rank 2", "ranks 2, 5 and 7" */
+/* Writes a text such as "rank 2" or "ranks 2, 5 and 7". */
 static void
 name_ranks(const int *ranks, int count, char *text, size_t bytes)
 {

@@ -1,7 +1,7 @@
 /* Element types of parameters, slots and gradients.
  *
- * FSDPC_BYTES is any type that fsdpc only carries and never computes with (integers, quantised
- * data): its item is one byte and counts are byte counts, so the values arrive bit for bit.
+ * FSDPC_BYTES stands for any type that fsdpc transfers but never computes with (integers, quantised
+ * data). Its item is one byte and its counts are byte counts, so the values arrive bit for bit.
  */
 #ifndef FSDPC_DTYPE_H
 #define FSDPC_DTYPE_H
@@ -25,14 +25,14 @@ typedef enum fsdpc_dtype {
         FSDPC_DTYPE_COUNT
 } fsdpc_dtype;
 
-/* Bytes of one item; 0 for an unknown value. */
+/* Returns the bytes of one item, or 0 for an unknown type. */
 size_t fsdpc_dtype_bytes(fsdpc_dtype dtype);
 const char *fsdpc_dtype_name(fsdpc_dtype dtype);
-/* FSDPC_E_INVAL if `name` is not one of the table's texts; the error names all of them. */
+/* Fails with FSDPC_E_INVAL if `name` is not one of the table's texts; the error lists all texts. */
 int fsdpc_dtype_from_name(const char *name, fsdpc_dtype *out);
-/* True for the types that can be cast and summed. */
+/* Returns true for the types that can be cast and summed. */
 bool fsdpc_dtype_is_float(fsdpc_dtype dtype);
-/* The type in which gradients of `dtype` are summed and kept: F64 for F64, else F32. */
+/* Returns the type in which gradients of `dtype` are summed and stored: F64 for F64, else F32. */
 fsdpc_dtype fsdpc_dtype_accumulate(fsdpc_dtype dtype);
 uint8_t fsdpc_dtype_dlpack_code(fsdpc_dtype dtype);
 uint8_t fsdpc_dtype_dlpack_bits(fsdpc_dtype dtype);

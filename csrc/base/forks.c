@@ -1,10 +1,10 @@
 /* The list of shared ranges, and what fork() does with them. See forks.h.
  *
- * A private mapping of the shared file would not give a child the values at the fork: it shows what the
- * parent writes later. So the parent copies the values into private memory before the fork. Both processes
- * have the copy afterwards, and share each page until one of them writes; the child moves its copy over the
- * shared range, without an allocation. The parent keeps the copy until the next step: DataLoader workers are
- * forked one by one. Without memory for a copy the child cannot access the range: a fault beats wrong values.
+ * A private mapping of the shared file would not give a child the values at the fork, because such a mapping
+ * shows later writes of the parent. So the parent copies the values into private memory before the fork.
+ * Parent and child share each page of the copy until one of them writes. The child moves the copy over the
+ * shared range, without an allocation. The parent keeps the copy until the next step, for DataLoader workers
+ * forked one by one. If there is no memory for a copy, a child's access faults: better than wrong values.
  */
 #include "base/forks.h"
 
@@ -24,8 +24,8 @@ struct range {
     size_t bytes;
     fsdpc_fork_choice *choice;
     const void *owner;
-    enum fsdpc_fork_kind kind; /* chosen for the fork in progress */
-    void *copy;                /* the values at the last fork, or NULL */
+    enum fsdpc_fork_kind kind; /* what the child of the fork in progress gets */
+    void *copy;                /* private memory with the values at the last fork, or NULL */
 };
 
 static struct {
@@ -34,7 +34,7 @@ static struct {
     size_t count;
 } list = {.lock = PTHREAD_MUTEX_INITIALIZER};
 static _Atomic int forks;
-static _Atomic bool copied; /* some range has a copy */
+static _Atomic bool copied; /* true: at least one range has a copy */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static void
@@ -60,7 +60,7 @@ missing_bytes(void)
     return bytes;
 }
 
-/* Brings the copy up to date. Earlier children still share its unchanged parts, which are not written. */
+/* Brings the copy up to date. Does not write unchanged parts, which earlier children may still share. */
 static void
 renew(struct range *range)
 {
@@ -124,7 +124,7 @@ part(struct range *range)
     }
 }
 
-/* In the order of the list, because a range with values may lie in a range that was listed before. */
+/* Handles ranges in the list's order, because a range with values may lie inside an earlier blank range. */
 static void
 in_child(void)
 {
@@ -177,7 +177,7 @@ done:
     return status;
 }
 
-/* Removes the range that was listed last at `address`: ranks that are threads of one test share mappings. */
+/* Removes one range at `address`, the last listed: in tests, threads (ranks) list the same mapping. */
 void
 fsdpc_forks_remove(const void *address)
 {

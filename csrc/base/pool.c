@@ -28,7 +28,7 @@ enum { CLOSED = 1 << 30, SPINS = 2000 };
 struct worker {
     fsdpc_pool *pool;
     pthread_t thread;
-    int index; /* from 1 on: the caller of a loop counts as 0 */
+    int index; /* the worker's number, from 1 on; number 0 is the thread that calls the loop */
 };
 
 struct fsdpc_pool {
@@ -37,7 +37,7 @@ struct fsdpc_pool {
     int worker_count;
     struct worker workers[FSDPC_POOL_MAX_THREADS - 1];
 
-    _Atomic uint32_t generation; /* incremented by each loop; the futex of sleeping helpers */
+    _Atomic uint32_t generation; /* incremented by each loop; helpers sleep on it (a futex) */
     _Atomic int sleepers;
     _Atomic bool stop;
 

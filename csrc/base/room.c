@@ -13,7 +13,7 @@ read_number(const char *path)
     if (!file) {
         return UINT64_MAX;
     }
-    /* "max" and anything else that is no number mean no limit. */
+    /* The text "max", or any other text that is not a number, means that there is no limit. */
     int fields = fscanf(file, "%llu", &value);
     fclose(file);
     return fields == 1 ? value : UINT64_MAX;
@@ -39,8 +39,8 @@ free_on_host(void)
     return bytes;
 }
 
-/* Inside a container the root of the control group file system is this process's own group; and containers
- * are where a limit below the host's memory is usual. */
+/* Reads the root of the control group file system, which in a container is this process's own group. Limits
+ * below the host's memory are usual only in containers. */
 static uint64_t
 free_in_group(void)
 {

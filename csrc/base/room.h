@@ -1,7 +1,7 @@
-/* How much memory is available, checked before an allocation.
+/* Checks before an allocation how much memory is available.
  *
- * Pages of a memory file are taken from the host until there are none, and then the kernel kills some
- * process. So a request that cannot fit must be refused before, with the numbers.
+ * A memory file takes pages from the host when they are first used; when no page is left, the kernel kills
+ * some process. So a request that cannot fit must be refused in advance, with an error that names the sizes.
  */
 #ifndef FSDPC_ROOM_H
 #define FSDPC_ROOM_H
@@ -9,9 +9,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The bytes free on the host, or under the limit of this process's control group if those are fewer. */
+/* Returns the free bytes of the host or of this process's control group, whichever are fewer. */
 uint64_t fsdpc_room_free(void);
-/* FSDPC_E_NOMEM naming `who`, the bytes wanted and the bytes free, when they do not fit. */
+/* Fails with FSDPC_E_NOMEM if less than `bytes` bytes are free; the error names `who` and both sizes. */
 int fsdpc_room_check(size_t bytes, const char *who);
 
 #endif

@@ -46,7 +46,7 @@ fsdpc_error_errno(int errnum, const char *format, ...)
         used = 0;
     }
     if (used < FSDPC_ERROR_BYTES) {
-        /* The XSI form fills the buffer; the GNU form may return static text instead. */
+        /* XSI's strerror_r fills the buffer; GNU's may return a static text instead. */
 #if defined(__GLIBC__) && defined(_GNU_SOURCE)
         const char *text = strerror_r(errnum, reason, sizeof reason);
 #else

@@ -2,9 +2,9 @@
  *
  * A writer claims the next number, and then the cell of that number in the ring. `stamp` of a cell is
  * the number of its entry plus one, or BUSY while the entry is written, so a reader detects an entry
- * that changes during the read. A writer that is a whole round of the ring behind drops its entry and
- * does not overwrite a newer one. Fields are stored with release and loaded with acquire order: a
- * reader that loads a field of a newer entry also loads the newer `stamp`.
+ * that changes during the read. A writer that has fallen a whole round of the ring behind drops its
+ * entry, so that it does not overwrite a newer entry. Fields are stored with release and loaded with acquire
+ * order: a reader that loads a field of a newer entry also loads the newer `stamp`.
  */
 #include "base/trace.h"
 
@@ -130,7 +130,7 @@ load(const _Atomic uint64_t *field)
     return atomic_load_explicit(field, memory_order_acquire);
 }
 
-/* False if entry `number` is not finished, or was replaced while it was read. */
+/* Returns false if entry `number` is not finished, or was replaced while it was read. */
 static bool
 read_cell(const struct cell *cell, uint64_t number, fsdpc_trace_entry *out)
 {

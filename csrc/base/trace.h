@@ -1,7 +1,7 @@
 /* The trace: a ring of fixed-size entries about the engine's operations, always on, a few ns per entry.
  *
  * Tests (counts and order of gathers and reduces), memory figures and error reports read the trace.
- * Several threads may write at once, because each entry is claimed atomically; usually one does.
+ * Several threads may write at once, because a writer claims its entry atomically.
  */
 #ifndef FSDPC_TRACE_H
 #define FSDPC_TRACE_H
@@ -12,18 +12,18 @@
 typedef struct fsdpc_trace fsdpc_trace;
 
 /* X(NAME, text) */
-#define FSDPC_TRACE_TABLE(X)                                               \
-    X(STEP, "step")         /* a root forward began; bytes = its number */ \
-    X(GATHER, "gather")     /* the unit's values became readable */        \
-    X(JOIN, "join")         /* already readable: no bytes moved */         \
-    X(PREFETCH, "prefetch") /* gather begun before it is needed */         \
-    X(RELEASE, "release")   /* last reference dropped */                   \
-    X(SPARE, "spare")       /* slot conflict: private memory was mapped */ \
-    X(PACK, "pack")         /* gradients packed into a reduce slot */      \
-    X(REDUCE, "reduce")     /* own slice summed into the shard gradient */ \
-    X(SEND, "send")         /* a send of bytes to other hosts begins */    \
-    X(ABSENT, "absent")     /* reduced without this rank's contribution */ \
-    X(WAIT, "wait")         /* waited for others; bytes = nanoseconds */   \
+#define FSDPC_TRACE_TABLE(X)                                                       \
+    X(STEP, "step")         /* a root forward began; bytes = number of forwards */ \
+    X(GATHER, "gather")     /* the unit's values became readable */                \
+    X(JOIN, "join")         /* the values were readable already */                 \
+    X(PREFETCH, "prefetch") /* gather begun before it is needed */                 \
+    X(RELEASE, "release")   /* last reference dropped */                           \
+    X(SPARE, "spare")       /* slot conflict: private memory was mapped */         \
+    X(PACK, "pack")         /* gradients packed into a reduce slot */              \
+    X(REDUCE, "reduce")     /* own slice summed into the shard gradient */         \
+    X(SEND, "send")         /* a send of bytes to other hosts begins */            \
+    X(ABSENT, "absent")     /* reduced without this rank's contribution */         \
+    X(WAIT, "wait")         /* waited for others; bytes = nanoseconds */           \
     X(BACKWARD_END, "backward_end")
 
 enum fsdpc_trace_op {
@@ -59,7 +59,7 @@ typedef struct fsdpc_trace_entry {
 /* `capacity` is rounded up to a power of two. */
 int fsdpc_trace_new(size_t capacity, fsdpc_trace **out);
 void fsdpc_trace_free(fsdpc_trace *trace);
-/* Adds an entry and returns its time (CLOCK_MONOTONIC, ns). `trace` NULL: only returns the time. */
+/* Adds an entry and returns its time (CLOCK_MONOTONIC, ns). If `trace` is NULL, only returns the time. */
 int64_t fsdpc_trace_add(fsdpc_trace *trace, enum fsdpc_trace_op op, enum fsdpc_phase phase,
                         uint32_t step, int32_t unit, uint64_t bytes);
 /* Copies the latest entries, at most `room`, oldest first; returns their number. */

@@ -1,10 +1,10 @@
-/* CRC-32C: a register of 32 bits, which is a polynomial over GF(2) modulo the Castagnoli polynomial with
- * the coefficient of x^0 in the highest bit. Each byte that follows multiplies the register by x^8, so the
- * digest of a whole is the digest of its first part times a power of x, plus the digest of its second
- * part.
+/* CRC-32C: the register's 32 bits are a polynomial over GF(2), modulo the Castagnoli polynomial. The highest
+ * bit is the coefficient of x^0. Each byte that follows multiplies the register by x^8. So the digest of a
+ * whole is the digest of its first part times a power of x, plus the digest of its second part.
  *
- * The instruction of SSE4.2 takes 8 bytes in 3 cycles but can begin every cycle: long buffers are
- * read in three lanes, whose registers are then put together by the same arithmetic.
+ * The SSE4.2 instruction digests 8 bytes. Its result takes 3 cycles, but a further instruction can start in
+ * every cycle. So long buffers are read in three lanes, whose registers are then combined by the same
+ * arithmetic.
  */
 #include "ckpt/crc32c.h"
 
@@ -19,10 +19,10 @@
 enum { LANE_BYTES = 2048 };
 
 static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
-static uint32_t step_table[8][256]; /* a byte's effect on the register, 0 to 7 bytes later */
-static uint32_t lane_table[4][256]; /* a byte of the register, LANE_BYTES bytes later */
+static uint32_t step_table[8][256]; /* [i][byte]: the byte's effect after i more bytes */
+static uint32_t lane_table[4][256]; /* [i][byte]: that of register byte i after LANE_BYTES */
 
-/* a * b modulo the polynomial. */
+/* Returns a * b modulo the polynomial. */
 static uint32_t
 multiply(uint32_t a, uint32_t b)
 {
@@ -36,7 +36,7 @@ multiply(uint32_t a, uint32_t b)
     return product;
 }
 
-/* x^(8 * bytes) modulo the polynomial. */
+/* Returns x^(8 * bytes) modulo the polynomial. */
 static uint32_t
 power(uint64_t bytes)
 {
@@ -107,7 +107,7 @@ after_lane(uint32_t crc)
            lane_table[2][crc >> 16 & 0xFF] ^ lane_table[3][crc >> 24];
 }
 
-/* Also adds the whole words of 8 bytes to `sum`. */
+/* Digests `data` by the SSE4.2 instruction and adds the data's whole words of 8 bytes to `sum`. */
 __attribute__((target("sse4.2"))) static uint32_t
 by_instruction(uint32_t crc, const unsigned char *data, size_t bytes, uint64_t *sum)
 {
@@ -117,7 +117,7 @@ by_instruction(uint32_t crc, const unsigned char *data, size_t bytes, uint64_t *
         for (size_t i = 0; i < LANE_BYTES; i += 8) {
             const uint64_t word[3] = {word_at(data + i), word_at(data + LANE_BYTES + i),
                                       word_at(data + (size_t)2 * LANE_BYTES + i)};
-            if (i % 64 == 0) { /* three lanes are too many for the processor's own prediction */
+            if (i % 64 == 0) { /* the processor itself does not prefetch three lanes well */
                 for (size_t lane = 3; lane < 6; lane++) {
                     __builtin_prefetch(data + lane * LANE_BYTES + i);
                 }

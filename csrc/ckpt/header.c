@@ -1,6 +1,6 @@
-/* One pass over the JSON, then two sorts: by name, which finds duplicates, and by place, which shows
- * that the tensors tile the data. Decoded strings are never longer than their source, so one block
- * of the header's size holds them all.
+/* Reads the JSON in one pass, then sorts twice: by name, to find duplicates, and by place, to check that
+ * the tensors cover the data without gaps or overlaps. Decoded strings are never longer than their source,
+ * so one block of the header's size is enough for all strings.
  */
 #include "ckpt/header.h"
 
@@ -31,7 +31,7 @@ typedef struct parser {
     bool has_metadata;
 } parser;
 
-/* Makes room for one more item behind `count`. */
+/* Makes room for one more item after the first `count` items. */
 static int
 grow(void **items, size_t count, size_t *room, size_t item_bytes)
 {
@@ -109,7 +109,7 @@ read_offsets(parser *self, fsdpc_header_tensor *tensor)
     return fsdpc_json_expect(&self->json, ']');
 }
 
-/* The bytes that shape and dtype ask for must be those between the offsets. */
+/* Checks that shape and dtype need as many bytes as there are between the offsets. */
 static int
 check_bytes(const parser *self, const fsdpc_header_tensor *tensor, int bits)
 {

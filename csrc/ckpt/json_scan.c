@@ -51,7 +51,7 @@ fsdpc_json_open(fsdpc_json *json, char open, char close, bool *more)
 
 /* --- strings --------------------------------------------------------------------------------- */
 
-/* Length of the UTF-8 sequence at `at`, 0 if it is not well formed. */
+/* Returns the length of the UTF-8 sequence at `at`, or 0 if the sequence is not well formed. */
 static size_t
 sequence(const fsdpc_json *json, size_t at)
 {
@@ -123,7 +123,7 @@ put_character(fsdpc_json *json, uint32_t code)
     put(json, 0x80 | (code & 0x3F));
 }
 
-/* Reads an escape from behind its "\u" on. */
+/* Reads the rest of an escape whose "\u" has been read. */
 static int
 unicode_escape(fsdpc_json *json)
 {
@@ -224,7 +224,7 @@ digits(const char *text, size_t at, size_t end)
     return at;
 }
 
-/* True for a number by JSON's grammar. */
+/* Returns true if the text is a number by JSON's grammar. */
 static bool
 is_number(const char *text, size_t length)
 {
@@ -246,7 +246,7 @@ is_number(const char *text, size_t length)
     return valid && at == length;
 }
 
-/* Skips a number, true, false or null: consumes up to the next separator and checks the word. */
+/* Skips a number, true, false or null: consumes the text up to the next separator and checks it. */
 static int
 skip_word(fsdpc_json *json)
 {
@@ -266,7 +266,7 @@ skip_word(fsdpc_json *json)
     return is_number(word, length) ? FSDPC_OK : fsdpc_json_error(json, "expected a value");
 }
 
-/* A value's beginning: a bracket that opens is pushed, anything else consumed. */
+/* Consumes a value. For an object or array, consumes the opening bracket and pushes the closing bracket. */
 static int
 skip_one(fsdpc_json *json, char *closers, int *depth)
 {
@@ -295,7 +295,7 @@ fsdpc_json_skip(fsdpc_json *json)
 {
     char closers[DEEPEST];
     int depth = 0;
-    bool fresh = false; /* a bracket has just opened */
+    bool fresh = false; /* true: the last item read was an opening bracket */
     do {
         const int before = depth;
         const char *text;

@@ -69,7 +69,7 @@ fsdpc_file_rename(const char *from, const char *to, bool exchange)
                            "that is free",
                            to);
     }
-    /* A plain rename also fails on a folder that has something in it. */
+    /* A plain rename also fails if `to` is a folder that is not empty. */
     if (unknown && rename(from, to) == 0) {
         return FSDPC_OK;
     }

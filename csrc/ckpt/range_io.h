@@ -1,9 +1,9 @@
-/* Ranges of files to and from memory, with digests on the way.
+/* Reads and writes of ranges of files, which also compute digests of the ranges.
  *
- * A range is a run of bytes of one tensor that lies at one place of a file and at one place in
- * memory. Digests are CRC-32C of the bytes in the file, one per part of a range that lies in one
- * block of its tensor: blocks are cut at multiples of `block_bytes` from the tensor's begin, so that
- * parts of several ranks combine to the digests of blocks and tensors.
+ * A range is a run of bytes of one tensor that lies at one place of a file and at one place in memory. A
+ * digest is the CRC-32C of bytes in the file. A tensor is cut into blocks at multiples of `block_bytes` from
+ * its beginning, and each part of a range within one block has a digest. So the digests of parts that several
+ * ranks write can be combined to the digests of blocks and tensors.
  */
 #ifndef FSDPC_RANGE_IO_H
 #define FSDPC_RANGE_IO_H
@@ -15,19 +15,20 @@
 #include "base/dtype.h"
 
 typedef struct fsdpc_file_range {
-    void *memory; /* not written when the file is; reading: NULL only computes digests */
+    /* The values. fsdpc_range_write does not change them. NULL: fsdpc_range_read only computes digests. */
+    void *memory;
     int64_t file_offset;
     int64_t bytes;         /* in the file */
     int64_t tensor_offset; /* bytes of the tensor before this range */
-    /* Equal types: bytes are copied. Else both are floats, and the range holds whole elements. */
+    /* If the types are equal, bytes are copied; else both are floats and the range has whole elements. */
     fsdpc_dtype memory_type, file_type;
 } fsdpc_file_range;
 
 typedef struct fsdpc_write_options {
     int64_t block_bytes;
-    bool direct; /* past the page cache, where the file system can */
-    bool
-        skip_edges; /* do not write the partial pages at the two ends of each run of adjoining ranges */
+    bool direct; /* write past the page cache if the file system supports this */
+    /* Do not write the partial pages at the two ends of each run of adjoining ranges. */
+    bool skip_edges;
     bool no_sync; /* return before the bytes are durable */
 } fsdpc_write_options;
 
@@ -37,32 +38,32 @@ typedef struct fsdpc_write_result {
 
 enum { FSDPC_IO_PAGE = 4096, FSDPC_IO_CHUNK = 4 << 20 };
 
-/* Number of digests of these ranges; -1 if they are not valid: a negative number, an unknown type,
- * a range with a cast that does not hold whole elements. */
+/* Returns the number of digests of these ranges, or -1 if a range is not valid: if it has a negative number
+ * or an unknown type, or needs a cast but does not have whole elements. */
 int64_t fsdpc_range_digests(const fsdpc_file_range *ranges, size_t count, int64_t block_bytes);
 
 /* Writes ranges, which are sorted by file_offset and do not overlap, into an existing regular file and
- * waits until all of the file is durable (fdatasync). `digests` has room for fsdpc_range_digests
- * values. Takes, while it runs, three chunks of FSDPC_IO_CHUNK bytes, one MiB more and two helper
- * threads. Errors name the file: FSDPC_E_IO, FSDPC_E_NOMEM, FSDPC_E_INVAL. After an error the ranges of
- * the file are undefined. */
+ * waits until all of the file is durable (fdatasync), unless no_sync is set. `digests` has room for
+ * fsdpc_range_digests values. The call uses three chunks of FSDPC_IO_CHUNK bytes, about one MiB more, and two
+ * helper threads. Fails with FSDPC_E_IO, FSDPC_E_NOMEM or FSDPC_E_INVAL and a text that names the file. After
+ * an error, the content of the ranges in the file is undefined. */
 int fsdpc_range_write(const char *path, const fsdpc_file_range *ranges, size_t count,
                       const fsdpc_write_options *options, uint32_t *digests,
                       fsdpc_write_result *result);
 
-/* Reads ranges, in any order, of the open file `fd`, which errors call `path`. FSDPC_E_IO also where
- * the file ends early. */
+/* Reads ranges, which may be in any order, of the open file `fd`; error texts call the file `path`. Fails
+ * with FSDPC_E_IO also if the file ends early. */
 int fsdpc_range_read(int fd, const char *path, const fsdpc_file_range *ranges, size_t count,
                      int64_t block_bytes, uint32_t *digests);
 
-/* Renames in one step, onto a name that is free; with `exchange` the two swap their names.
- * FSDPC_E_IO (EEXIST: the name is taken); FSDPC_E_UNAVAILABLE: this file system cannot swap. */
+/* Renames `from` to the free name `to` in one step, or swaps the two names if `exchange`. Fails with
+ * FSDPC_E_IO (EEXIST if `to` is taken), or with FSDPC_E_UNAVAILABLE if this file system cannot swap names. */
 int fsdpc_file_rename(const char *from, const char *to, bool exchange);
 
 /* Opens a regular file; a symbolic link at the end of `path` is not followed. The caller closes *fd. */
 int fsdpc_file_open(const char *path, int flags, int *fd);
-/* FSDPC_E_IO with errno, also for a full disk: "reading FILE at byte 4096: reason". With offset -1 the text
- * names no byte. */
+/* Returns FSDPC_E_IO, also for a full disk, with a text such as "reading FILE at byte 4096: reason". With a
+ * negative offset the text names no byte. */
 int fsdpc_file_error(int errnum, const char *doing, const char *path, int64_t offset);
 
 #endif

@@ -1,8 +1,8 @@
-/* Reading: through the page cache, which reads ahead and serves ranks that share a page; never by
- * mapping the file, because a file that is cut while it is mapped ends the process.
+/* Reads go through the page cache, which reads ahead and serves all ranks that need a page. The file is
+ * never mapped, because truncating a mapped file would end the process.
  *
- * Values of one type are read to where they belong and digested while they are in the processor's
- * caches; others pass through a small block.
+ * Values that need no cast are read directly to their place in memory and are digested while they are in the
+ * processor's caches; all other values pass through a small buffer.
  */
 #include <errno.h>
 #include <unistd.h>
@@ -20,8 +20,8 @@ typedef struct reader {
     int fd;
     const fsdpc_kernels *kernels;
     int64_t block_bytes;
-    uint32_t *digest;   /* where that of the current part of a block goes */
-    unsigned char *own; /* STEP_BYTES */
+    uint32_t *digest;   /* the digest of the current part of a block */
+    unsigned char *own; /* a buffer of STEP_BYTES bytes */
 } reader;
 
 static int
@@ -46,7 +46,7 @@ read_exactly(const reader *self, unsigned char *to, int64_t bytes, int64_t offse
     return FSDPC_OK;
 }
 
-/* Digests `bytes` bytes at `offset` of a range; a new digest begins with each block. */
+/* Digests `bytes` bytes at `offset` of a range; each block of the tensor begins a new digest. */
 static void
 digest(reader *self, const fsdpc_file_range *range, const unsigned char *data, int64_t bytes,
        int64_t offset)
@@ -99,7 +99,7 @@ fsdpc_range_read(int fd, const char *path, const fsdpc_file_range *ranges, size_
     if (parts < 0) {
         return fsdpc_error(FSDPC_E_INVAL, "ranges of %s are not valid", path);
     }
-    /* One more than there are parts: the digest behind the last one is begun, too. */
+    /* Room for one digest more than there are parts: the code also begins a digest after the last part. */
     uint32_t *digests_and_one = fsdpc_mem_calloc((size_t)parts + 1, sizeof *digests_and_one);
     self.own = fsdpc_mem_calloc(STEP_BYTES, 1);
     if (digests_and_one == NULL || self.own == NULL) {

@@ -1,11 +1,11 @@
-/* Writing: the caller's thread fills chunks (copy or cast, digest), helper threads write them, so
- * that neither waits for the other as long as there is a chunk left. There are two helpers: while one
- * waits for the file's lock, to write a part of a page, the disk still has work.
+/* The caller's thread fills chunks (it copies or casts values and digests them), and helper threads write the
+ * chunks to the file. With three chunks, the two kinds of threads rarely wait for each other. There are two
+ * helpers, so that the disk has work while one helper waits for the file's lock to write a part of a page.
  *
- * A chunk is a run of the file. It lies in its buffer at the same place of a page as in the file;
- * its whole pages go past the page cache, where the file's lock does not make several writers wait
- * for one another. The parts of pages at both ends of a run must go through the cache, whose lock
- * waits for all pages in flight, of every rank: they are set aside, and written at the end.
+ * A chunk is a run of bytes of the file. The buffer is aligned so that the pages of the file are pages of the
+ * buffer. Whole pages are written past the page cache; such writers do not wait for each other's file locks.
+ * The partial pages at both ends of a run go through the cache. Such a write waits for the file's lock until
+ * all ranks' direct writes in progress end. So partial pages are set aside and written at the end.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -25,12 +25,12 @@ enum { MEMORY_BYTES = CHUNKS * (FSDPC_IO_CHUNK + FSDPC_IO_PAGE) + SCRATCH_BYTES 
 
 typedef struct io_chunk {
     unsigned char *buffer;     /* FSDPC_IO_CHUNK + FSDPC_IO_PAGE bytes, aligned to a page */
-    const unsigned char *data; /* in the buffer, once the chunk is full */
-    int64_t offset;            /* in the file, of the first byte */
+    const unsigned char *data; /* the chunk's first byte in `buffer`; set when the chunk is full */
+    int64_t offset;            /* of the chunk's first byte in the file */
     int64_t bytes;
-    bool full, taken; /* full: handed over to the helpers; taken: one of them writes the chunk */
+    bool full, taken; /* full: handed over to the helpers; taken: a helper writes the chunk */
     fsdpc_write_result written;
-    int64_t errplace; /* where writing failed */
+    int64_t errplace; /* the offset in the file at which a write failed */
 } io_chunk;
 
 typedef struct writer {
@@ -42,26 +42,26 @@ typedef struct writer {
     unsigned char *memory; /* holds all chunks, scratch and edge_bytes */
     unsigned char *scratch;
     io_chunk chunks[CHUNKS];
-    int filling, writing; /* the next chunk to fill, and to be written */
+    int filling, writing; /* the next chunk to fill, and the next chunk to write */
     struct {
         int64_t offset, bytes;
-    } edges[MOST_EDGES]; /* set aside by the caller's thread; edge_bytes has their bytes in order */
+    } edges[MOST_EDGES]; /* partial pages that are set aside; edge_bytes has their bytes in order */
     unsigned char *edge_bytes;
-    int64_t edges_used; /* bytes of edge_bytes in use, of EDGE_BYTES */
+    int64_t edges_used; /* how many of the EDGE_BYTES bytes of edge_bytes are in use */
     int edge_count;
 
     pthread_t helpers[HELPERS];
     int running;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    bool ended; /* no chunk will follow */
-    int errnum; /* of the helpers' first error; errplace: where it was */
+    bool ended; /* the helpers must end, because no chunk will follow */
+    int errnum; /* the errno of the first failed write; errplace: its offset in the file */
     int64_t errplace;
 } writer;
 
 /* --- the helpers ----------------------------------------------------------------------------- */
 
-/* The helpers' functions return an errno, 0 without an error. */
+/* The functions of the helpers return an errno, or 0 if there was no error. */
 static int
 write_cached(const writer *self, io_chunk *chunk, const unsigned char *from, int64_t bytes,
              int64_t offset)
@@ -83,8 +83,8 @@ write_cached(const writer *self, io_chunk *chunk, const unsigned char *from, int
     return 0;
 }
 
-/* Whole pages past the cache. What a short write leaves may no longer begin on a page, and some file
- * systems refuse such writes altogether: the rest goes through the cache. */
+/* Writes whole pages past the cache. Bytes that a direct write did not write go through the cache: after
+ * a short write they may not begin at a page, and some file systems refuse all direct writes. */
 static int
 write_pages(const writer *self, io_chunk *chunk, const unsigned char *from, int64_t bytes,
             int64_t offset)
@@ -186,7 +186,7 @@ set_aside(writer *self, const unsigned char *from, int64_t bytes, int64_t offset
     self->edge_count++;
 }
 
-/* Leaves in the chunk only what the helpers write: its whole pages, or nothing where those are few. */
+/* Leaves in the chunk only what the helpers write: the whole pages, or nothing if these are too few. */
 static void
 cut_edges(writer *self, io_chunk *chunk)
 {
@@ -209,7 +209,7 @@ cut_edges(writer *self, io_chunk *chunk)
     chunk->bytes = last - first;
 }
 
-/* Hands the chunk over and waits for the next one to be free. False after a helper's error. */
+/* Hands the chunk to the helpers and waits until the next chunk is free. Returns false after an error. */
 static bool
 submit(writer *self)
 {
@@ -232,7 +232,7 @@ submit(writer *self)
     return good;
 }
 
-/* Where the next bytes of the file go: *room is how many fit. A chunk ends on a page. */
+/* Sets *to to the place for the bytes at `offset`, and *room to how many fit. Chunks end at page ends. */
 static bool
 reserve(writer *self, int64_t offset, unsigned char **to, int64_t *room)
 {
@@ -262,7 +262,7 @@ put_bytes(writer *self, const unsigned char *from, int64_t bytes, int64_t offset
         if (!reserve(self, offset, &to, &room)) {
             return false;
         }
-        const int64_t step = 1 << 16; /* stays in the cache between copy and digest */
+        const int64_t step = 1 << 16; /* copied bytes are still cached when they are digested */
         int64_t part = bytes < room ? bytes : room;
         part = part < step ? part : step;
         memcpy(to, from, (size_t)part);
@@ -275,7 +275,7 @@ put_bytes(writer *self, const unsigned char *from, int64_t bytes, int64_t offset
     return true;
 }
 
-/* Writes the part of a range that lies in one block; *crc becomes its digest. */
+/* Writes a part of a range that lies in one block, and sets *crc to the digest of the part. */
 static bool
 put_part(writer *self, const fsdpc_file_range *range, int64_t at, int64_t bytes, uint32_t *crc)
 {
@@ -336,7 +336,7 @@ begin(writer *self, const char *path, const fsdpc_write_options *options)
     if (memory == MAP_FAILED) {
         return fsdpc_error_errno(errno, "memory to write %s", path);
     }
-    (void)madvise(memory, MEMORY_BYTES, MADV_HUGEPAGE); /* thousands of page faults less */
+    (void)madvise(memory, MEMORY_BYTES, MADV_HUGEPAGE); /* saves thousands of page faults */
     self->memory = memory;
     for (size_t i = 0; i < CHUNKS; i++) {
         self->chunks[i].buffer = self->memory + i * each;
@@ -353,7 +353,7 @@ begin(writer *self, const char *path, const fsdpc_write_options *options)
     return FSDPC_OK;
 }
 
-/* Waits for the helpers. */
+/* Ends the helpers, waits for them, and adds up the bytes that they have written. */
 static void
 join(writer *self)
 {

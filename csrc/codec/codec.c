@@ -1,8 +1,8 @@
-/* Rows to codes and back. See codec.h.
+/* Encoding and decoding of rows. See codec.h for the codecs.
  *
- * A row is worked on in stretches that stay in the cache: converted to float32, coded, converted from float32.
- * The loops are written once and compiled for each instruction set: a function that is always inlined takes the
- * instructions of its caller.
+ * A row is processed in stretches that fit in the cache. Encoding converts a stretch to float32 and codes it;
+ * decoding makes float32 and converts that to the type of the values. The loops are written once, as
+ * always-inlined functions. So each loop is compiled for the instruction set of each of its callers.
  */
 #include "codec/codec.h"
 
@@ -17,7 +17,7 @@
 
 #define INLINE FSDPC_CODEC_INLINE
 
-enum { STRETCH = 4096 }; /* elements; whole blocks of every codec */
+enum { STRETCH = 4096 }; /* elements of a stretch; a multiple of every codec's block */
 
 _Static_assert(FSDPC_ACTIVATION_BLOCK == 256, "that of int8 in codec_bits.h");
 
@@ -89,11 +89,11 @@ fsdpc_codec_block(fsdpc_codec codec, int64_t row, int64_t i)
 
 /* --- blocks -------------------------------------------------------------------------------------- */
 
-/* The largest magnitude; infinity or NaN if any value is. */
+/* Returns the largest magnitude of the values; infinity or NaN if any value is not finite. */
 INLINE float
 largest(const float *values, int64_t n)
 {
-    int32_t most = 0; /* as integers, floats without sign keep their order */
+    int32_t most = 0; /* the bits of the largest magnitude; such bits sort like the floats */
     for (int64_t i = 0; i < n; i++) {
         const int32_t bits = (int32_t)(f32_bits(values[i]) & 0x7fffffffu);
         most = bits > most ? bits : most;
@@ -101,8 +101,8 @@ largest(const float *values, int64_t n)
     return f32_from_bits((uint32_t)most);
 }
 
-/* What values are multiplied by, in two steps, so that the largest becomes `top`: blocks of the smallest numbers are
- * lifted first, because their scale has no reciprocal. */
+/* The two factors that multiply values so that the largest one becomes `top`. `lift` is above
+ * 1 only for blocks of very small numbers, because the reciprocal of their scale would overflow. */
 struct factor {
     float lift, inverse;
 };
@@ -166,7 +166,7 @@ decode_mxfp8(const uint8_t *codes, int64_t n, const uint8_t *scale, float *value
     }
 }
 
-/* Packs two codes to a byte, the first one in the upper half. levels[n] has room for a zero. */
+/* Packs two codes into each byte, the first one in the upper half. `levels` has space for n + 1 elements. */
 INLINE void
 pack_levels(int32_t *levels, int64_t n, uint8_t *codes)
 {
@@ -176,7 +176,7 @@ pack_levels(int32_t *levels, int64_t n, uint8_t *codes)
     }
 }
 
-/* Codes one part of a block. `scale`: the block's, of lifted values. Returns the part's scale. */
+/* Codes one part of a block and returns the part's scale. `scale`: the block's scale, times `lift`. */
 INLINE uint8_t
 encode_part(const float *values, int64_t n, float lift, float scale, int32_t *levels)
 {
@@ -190,7 +190,7 @@ encode_part(const float *values, int64_t n, float lift, float scale, int32_t *le
     return part;
 }
 
-/* The order of operations is torchao's; but here parts of the smallest numbers have scales below 2^-6. */
+/* Uses torchao's order of operations, but gives parts of very small numbers scales below 2^-6. */
 INLINE void
 encode_nvfp4(const float *values, int64_t n, uint8_t *codes, uint8_t *scale)
 {
@@ -245,7 +245,7 @@ decode_nf4(const uint8_t *codes, int64_t n, const uint8_t *scale, float *values)
     }
 }
 
-/* The seed of a block's stochastic rounding: a hash of the sum of the values' bits. */
+/* Returns the seed of a block's stochastic rounding: a hash of the sum of the values' bits. */
 INLINE uint32_t
 seed_of(const float *values, int64_t n)
 {
@@ -380,7 +380,7 @@ loops_of(const fsdpc_kernels *kernels)
 
 /* --- rows -------------------------------------------------------------------------------------- */
 
-/* This function and the next ones work on up to STRETCH elements of a row, which end where a block ends. */
+/* This function and those below process at most STRETCH elements of a row, from the begin of a block. */
 static int
 encode_wide(fsdpc_codec codec, const fsdpc_kernels *kernels, const float *wide, int64_t n,
             uint8_t *codes, uint8_t *scales)
@@ -414,8 +414,8 @@ is_zero(const float *values, int64_t n)
     return i == n;
 }
 
-/* Blocks of zeros stay zeros: they may be those of a parameter that got no gradient, whose sum nobody reads. They leave
- * what was lost as it is, and so do blocks that are not finite. */
+/* Encodes with error feedback. A block of zeros stays zero, because it may belong to a parameter that got no
+ * gradient. In blocks of zeros, and in blocks with a value that is not finite, `lost` stays unchanged. */
 static int
 encode_keeping(fsdpc_codec codec, const fsdpc_kernels *kernels, float *wide, int64_t n, float *lost,
                uint8_t *codes, uint8_t *scales)
@@ -461,7 +461,7 @@ decode_stretch(fsdpc_codec codec, const fsdpc_kernels *kernels, const uint8_t *c
     return FSDPC_OK;
 }
 
-/* Where a stretch lies in coded memory: `at` elements behind the begin of a row. */
+/* Offsets of a stretch's codes and scales in coded memory. The stretch begins at element `at` of a row. */
 struct place {
     size_t codes, scales;
 };

@@ -1,4 +1,4 @@
-/* The communicator's wrappers: arguments, the sticky failure, and the optional entries. */
+/* The functions of comm.h: they check arguments, keep the first failure and handle optional entries. */
 #include "comm/comm.h"
 
 #include <stdio.h>
@@ -39,7 +39,7 @@ fsdpc_comm_numbers(const fsdpc_comm *comm)
     return numbers ? numbers : "";
 }
 
-/* The communicator's numbers, if the text names a rank and does not have them yet; else NULL. */
+/* Returns fsdpc_comm_numbers if `text` names a rank and does not contain the numbers yet, else NULL. */
 static const char *
 numbers_for(const fsdpc_comm *comm, const char *text)
 {
@@ -73,8 +73,8 @@ fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text)
     atomic_store_explicit(&comm->state, FSDPC_COMM_BROKEN, memory_order_release);
 }
 
-/* BREAKING lasts while another thread writes the text: a moment, unless that thread is preempted. A
- * forked child has no such thread, so the wait is bounded. */
+/* The state is BREAKING while another thread writes the error text. That takes a moment, unless the thread
+ * is preempted. A forked child does not have that thread and would wait forever, so the wait is bounded. */
 static int
 state_of(const fsdpc_comm *comm)
 {
@@ -110,7 +110,7 @@ fsdpc_comm_check(const fsdpc_comm *comm)
     return fsdpc_error(comm->failed_status, "%s", comm->failed_text);
 }
 
-/* Waits at most a second; FSDPC_E_TIMEOUT if the event is not reached by then. */
+/* Waits at most one second for the event. Returns FSDPC_E_TIMEOUT if the event is not reached by then. */
 static int
 poll_once(fsdpc_comm *comm, fsdpc_event *reached, const char *what)
 {
@@ -156,7 +156,7 @@ done:
     return status;
 }
 
-/* Two collectives at once, from two threads or from a callback of the first one, would mix their bytes. */
+/* Fails while a collective runs: a second one, from a thread or callback, would mix the bytes of both. */
 int
 fsdpc_comm_enter(fsdpc_comm *comm, const char *what)
 {
@@ -567,7 +567,7 @@ fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what)
     }
     FSDPC_TRY(begin_collective(comm, name_of(what, "agree")));
     int status = comm->ops->agree(comm, text, name_of(what, "agree"));
-    /* A mismatch is the same result on all ranks: the communicator stays usable. */
+    /* All ranks get the same mismatch, so the communicator stays usable. */
     (void)fsdpc_comm_leave(comm, status == FSDPC_E_MISMATCH ? FSDPC_OK : status);
     comm->agreements++;
     return fsdpc_comm_say_numbers(comm, status);

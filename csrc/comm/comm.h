@@ -1,12 +1,13 @@
 /* Communicators: collectives among the ranks of a group.
  *
- * Kinds: "self" (one rank), "shm" (ranks of one host), "c10d" (callbacks into another library, in
- * practice torch.distributed), "nccl" (GPUs; comm_nccl.h). All collectives but all-to-all are in place,
- * block until done (or are enqueued, on an asynchronous device), must be called by all ranks of the
- * group in the same order, and end by the deadline (of "c10d": its library's) at the latest. After a
- * failure the communicator is broken: later calls return the first error at once. "shm", "self" and a
- * "c10d" that flies (flight.h) sum in rank order in F32 (F64 for F64), so that two runs agree to the
- * bit; "nccl" and any other "c10d" sum as their library does.
+ * Kinds: "self" (one rank), "shm" (ranks of one host), "c10d" (callbacks into another library, in practice
+ * torch.distributed), "nccl" (GPUs; comm_nccl.h). All collectives but all-to-all work in place. A
+ * collective blocks until it is done, or is enqueued on an asynchronous device. All ranks of the group
+ * must call collectives in the same order. A collective ends by the deadline at the latest (for "c10d",
+ * the deadline of its library). After a failure the communicator is broken: later calls return the first
+ * error at once. "shm", "self", and "c10d" if its library sends in the background (flight.h), sum in rank
+ * order in F32 (F64 for F64), so that two runs agree to the bit. "nccl" and other "c10d" communicators sum as
+ * their library does.
  */
 #ifndef FSDPC_COMM_H
 #define FSDPC_COMM_H
@@ -31,9 +32,9 @@ typedef struct fsdpc_comm_move {
     bool send;
 } fsdpc_comm_move;
 
-/* Callbacks of a "c10d" communicator; each returns a status with the error text set. `context` is
- * passed through; `release` (optional) is called once by fsdpc_comm_free. Buffers are host memory,
- * of the shapes of the functions below. */
+/* Callbacks of a "c10d" communicator. Each one returns a status, and on failure sets the error text.
+ * `context` is passed to each callback. `release` (optional) is called once by fsdpc_comm_free.
+ * Buffers are in host memory and have the sizes that the functions below describe. */
 typedef struct fsdpc_comm_callbacks {
     void *context;
     int (*all_gather)(void *context, void *buffer, size_t piece_bytes, const char *what);
@@ -43,7 +44,7 @@ typedef struct fsdpc_comm_callbacks {
                       enum fsdpc_op op, const char *what);
     int (*broadcast)(void *context, void *buffer, size_t bytes, int root, const char *what);
     int (*barrier)(void *context, const char *what);
-    /* (optional, all three or none) See fsdpc_comm_ops in comm_impl.h. */
+    /* Optional: either all three are given or none is. See fsdpc_comm_ops in comm_impl.h. */
     int (*post)(void *context, const fsdpc_comm_move *moves, int count, uint32_t tag,
                 const char *what, void **transfers);
     int (*land)(void *context, void *transfers, const bool *skip, const char *what);
@@ -58,47 +59,47 @@ int fsdpc_comm_shm(fsdpc_device *device, int rank, int world, const char *name, 
 /* Copies the callbacks. */
 int fsdpc_comm_c10d(fsdpc_device *device, int rank, int world,
                     const fsdpc_comm_callbacks *callbacks, fsdpc_comm **out);
-/* Collectives on the memory of `device`, a GPU, staged through host memory and `inner`, a
- * communicator on the CPU. Each collective is a host sync. The kind is that of `inner`, which is
- * borrowed and used by one thread at a time; release(context) (optional) is called once by
- * fsdpc_comm_free. Local. */
+/* Makes a communicator for collectives on the memory of `device`, a GPU. The collectives are
+ * staged through host memory and run by `inner`, a communicator on the CPU. Each collective
+ * is a host sync. The kind is that of `inner`. `inner` is borrowed, and one thread at a time
+ * uses it; release(context) (optional) is called once by fsdpc_comm_free. Local. */
 int fsdpc_comm_staged(fsdpc_device *device, fsdpc_comm *inner, void (*release)(void *context),
                       void *context, fsdpc_comm **out);
-/* Local; does not wait for peers. NULL is allowed. */
+/* Frees a communicator without waiting for peers. NULL is allowed. Local. */
 void fsdpc_comm_free(fsdpc_comm *comm);
 /* Breaks the communicator and its twin, on all ranks ("shm") or on this rank (other kinds). Local. */
 void fsdpc_comm_abort(fsdpc_comm *comm, const char *text);
 /* Breaks the communicator and its twin on this rank, because another rank is known to have failed.
  * Local. */
 void fsdpc_comm_fail(fsdpc_comm *comm, int status, const char *text);
-/* Leaves the group, with the twin: peers that still wait for this rank get an error ("shm"). Collectives
- * in flight get a few seconds to end. No call but fsdpc_comm_free may follow. Local. */
+/* Leaves the group, in this communicator and its twin. Kind "shm": peers that still wait for this rank get an
+ * error. Collectives in flight get a few seconds to end. No call but fsdpc_comm_free may follow. Local. */
 void fsdpc_comm_close(fsdpc_comm *comm);
 
-/* The failure that broke the communicator, or FSDPC_OK. Call it before results of enqueued
- * collectives are used. Local. */
+/* Returns the failure that broke the communicator, or FSDPC_OK. Call this
+ * function before you use results of enqueued collectives. Local. */
 int fsdpc_comm_check(const fsdpc_comm *comm);
-/* Host sync with the device's current stream, which ends early if the group fails. Never in a step.
- * Local. */
+/* Waits on the host for the device's current stream, and ends early if the group fails.
+ * Training steps call this only in the collectives of a staged communicator. Local. */
 int fsdpc_comm_drain(fsdpc_comm *comm, const char *what);
-/* Host sync with an event. The sync ends early when `check(argument)` fails. There may be any number of
- * collectives before the event: each ends by the group's deadline, so the sync needs no deadline of its own,
- * and FSDPC_E_TIMEOUT after a day is for a kernel that never ends. FSDPC_E_INTERRUPT after Ctrl-C, which
- * aborts the group. */
+/* Waits on the host for an event, and ends early when `check(argument)` fails. Any number
+ * of collectives may precede the event. Each collective ends by the group's deadline, so
+ * this wait needs no deadline of its own: FSDPC_E_TIMEOUT after a day is for a kernel that
+ * never ends. Ctrl-C aborts the group; the wait then fails with FSDPC_E_INTERRUPT. */
 int fsdpc_comm_await(fsdpc_comm *comm, fsdpc_event *reached, int (*check)(const void *),
                      const void *argument, const char *what);
 
-/* What callers may rely on, whatever carries the bytes. */
+/* Properties that callers may rely on, whatever the kind of the communicator. */
 typedef struct fsdpc_comm_caps {
     bool one_memory;      /* the ranks share a segment: see fsdpc_comm_segment */
     bool names_absentees; /* agree and barrier name the ranks that did not come by the deadline */
-    /* Sums of low precision types are rounded after each rank, unless fsdpc_comm_is_symmetric.
-     * False for "c10d", although its backend may round so. */
+    /* Sums of low precision types are rounded after each rank's addend, unless fsdpc_comm_is_symmetric
+     * returns true. False for "c10d", although its backend may round in this way. */
     bool rounds_sums;
 } fsdpc_comm_caps;
 const fsdpc_comm_caps *fsdpc_comm_get_caps(const fsdpc_comm *comm);
-/* The group's deadline in seconds, for callers that wait for its ranks by other means. fsdpc_timeout() for
- * "self" and "c10d", which have no deadline here. */
+/* Returns the group's deadline in seconds, for callers that wait for the group's ranks by other means.
+ * Returns fsdpc_timeout() for "self" and "c10d", which do not enforce a deadline themselves. */
 double fsdpc_comm_timeout(const fsdpc_comm *comm);
 int fsdpc_comm_rank(const fsdpc_comm *comm);
 int fsdpc_comm_world(const fsdpc_comm *comm);
@@ -108,37 +109,40 @@ fsdpc_device *fsdpc_comm_device(const fsdpc_comm *comm);
  * gathers; `comm` owns the twin. Without a twin, `comm` is used for both. */
 void fsdpc_comm_set_twin(fsdpc_comm *comm, fsdpc_comm *twin);
 fsdpc_comm *fsdpc_comm_for_reductions(fsdpc_comm *comm);
-/* Sets the text that errors begin with if ranks have other numbers in this communicator than in the whole
- * program: "ranks 2-3 are called 0-1 here". The text is copied, for the twin as well. FSDPC_E_NOMEM without
- * memory for a copy; FSDPC_E_STATE if the communicator has a text already. Local. */
+/* Sets a text with which errors begin, such as "ranks 2-3 are called 0-1 here". It is for communicators whose
+ * ranks have other numbers in the whole program. Copies the text, also to the twin. Fails with FSDPC_E_NOMEM
+ * if memory is short, and with FSDPC_E_STATE if the communicator has a text already. Local. */
 int fsdpc_comm_set_numbers(fsdpc_comm *comm, const char *text);
-const char *fsdpc_comm_numbers(const fsdpc_comm *comm); /* that text, or "" if none is set */
-/* Puts that text before this thread's error, once, if the error names a rank. Returns `status`. */
+const char *fsdpc_comm_numbers(const fsdpc_comm *comm); /* the text above, or "" if none is set */
+/* Prepends fsdpc_comm_numbers to this thread's error, once, if the error names a rank. Returns `status`. */
 int fsdpc_comm_say_numbers(const fsdpc_comm *comm, int status);
-/* The shared segment of an "shm" communicator, NULL for other kinds. */
+/* Returns the shared segment of an "shm" communicator, NULL for other kinds. */
 fsdpc_shm *fsdpc_comm_segment(const fsdpc_comm *comm);
-/* Lets ranks of one host share memory from now on, in a communicator that flies (flight.h). names[r] is equal
- * for ranks of one host. `segment` and `timeout_s` are name and deadline for fsdpc_comm_shm; the name differs
- * from host to host. Collective over the ranks of each host. */
+/* Lets the ranks of each host share memory from now on, in a communicator with flights in the background
+ * (flight.h). names[r] is equal for ranks of one host. `segment` and `timeout_s` are the name and the
+ * deadline for fsdpc_comm_shm; the name differs from host to host. Collective over the ranks of each host. */
 int fsdpc_comm_set_hosts(fsdpc_comm *comm, const int *names, const char *segment, double timeout_s);
-/* Which ranks share a host; NULL without fsdpc_comm_set_hosts. */
+/* Returns which ranks share a host; NULL if fsdpc_comm_set_hosts was not called. */
 const struct fsdpc_hosts *fsdpc_comm_hosts(const fsdpc_comm *comm);
-/* How many ranks send this rank gradients of a unit: one per other host; all others if hosts are not set. */
+/* Returns how many ranks send this rank gradients of a unit: one rank of each other host or, if
+ * fsdpc_comm_set_hosts was not called, all other ranks. */
 int fsdpc_comm_senders(const fsdpc_comm *comm);
-/* To how many ranks this rank sends their gradients of a unit; 0 where flights are blocking collectives. */
+/* Returns to how many ranks this rank sends gradients of a unit, or 0 if its flights are blocking
+ * collectives (flight.h). */
 int fsdpc_comm_receivers(const fsdpc_comm *comm);
-/* How many ranks each host has; 0 if the numbers differ, or without fsdpc_comm_set_hosts. */
+/* Returns how many ranks each host has, or 0 if hosts have different numbers of ranks or
+ * fsdpc_comm_set_hosts was not called. */
 int fsdpc_comm_ranks_per_host(const fsdpc_comm *comm);
 
-/* `what` (e.g. "gather of unit layers.3") goes into error texts; borrowed for the call.
- * all_gather: rank r's piece is at buffer + r * piece_bytes before, all pieces are there after.
- * reduce_scatter: buffer holds world pieces; after, piece `rank` holds the sum over ranks, the
- * other pieces are unspecified. Low precision types are summed in F32 and rounded once ("shm"). */
+/* `what` (e.g. "gather of unit layers.3") goes into error texts and is borrowed for the call. all_gather:
+ * rank r passes its piece at buffer + r * piece_bytes, and afterwards has the pieces of all ranks.
+ * reduce_scatter: each rank passes `world` pieces; afterwards piece `rank` holds the sum over the ranks,
+ * and the other pieces are unspecified. Low precision types are summed in F32 and rounded once ("shm"). */
 int fsdpc_comm_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
 int fsdpc_comm_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel,
                               fsdpc_dtype dtype, const char *what);
-/* Several all-gathers (or reduce-scatters, or sums): the result is that of one call per part. "nccl" makes
- * one grouped call, "c10d" sends small parts together. Parts without elements are skipped. */
+/* One part of a call of a _parts function below. The result is that of one plain call per part.
+ * "nccl" makes one grouped call; "c10d" sends small parts together. Parts without elements are skipped. */
 typedef struct fsdpc_comm_part {
     void *buffer;
     int64_t piece_numel;
@@ -148,11 +152,12 @@ int fsdpc_comm_all_gather_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, 
                                 const char *what);
 int fsdpc_comm_reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                                     const char *what);
-/* In each part, piece_numel elements at `buffer` are summed over all ranks. */
+/* Sums, over all ranks, the piece_numel elements at `buffer` of each part. */
 int fsdpc_comm_all_reduce_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                                 const char *what);
-/* "nccl" only; other kinds return FSDPC_E_UNAVAILABLE. The i-th other rank, in rank order, gets the bytes at
- * pieces + i * bytes; what that rank has for this one is at landing + i * bytes afterwards. */
+/* Kind "nccl" only; for other kinds all_to_all returns FSDPC_E_UNAVAILABLE. Sends the bytes at
+ * pieces + i * bytes to the i-th other rank, in rank order, and receives the bytes from that rank at
+ * landing + i * bytes. */
 bool fsdpc_comm_has_all_to_all(const fsdpc_comm *comm);
 int fsdpc_comm_all_to_all(fsdpc_comm *comm, void *pieces, void *landing, size_t bytes,
                           const char *what);
@@ -162,12 +167,12 @@ int fsdpc_comm_broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root,
 int fsdpc_comm_barrier(fsdpc_comm *comm, const char *what);
 /* See fsdpc_shm_agree. */
 int fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what);
-/* How many calls of fsdpc_comm_agree have ended: equal on all ranks. */
+/* Returns how many calls of fsdpc_comm_agree have ended. The number is equal on all ranks. */
 int fsdpc_comm_agreements(const fsdpc_comm *comm);
 
-/* Registers memory of a slot (arena.h), so that collectives on it need no staging ("nccl"; a no-op
- * for other kinds). Collective, in the same order on all ranks. The registration lasts until
- * fsdpc_comm_unregister (local) or the communicator's end. */
+/* Registers memory of a slot (arena.h), so that collectives on this memory need no staging
+ * ("nccl"; a no-op for other kinds). Collective, in the same order on all ranks. The
+ * registration lasts until fsdpc_comm_unregister (local) or the communicator's end. */
 int fsdpc_comm_register(fsdpc_comm *comm, void *buffer, size_t bytes);
 void fsdpc_comm_unregister(fsdpc_comm *comm, void *buffer);
 /* True if registration has an effect: then the memory of a collective must be registered on all
@@ -177,8 +182,8 @@ bool fsdpc_comm_registers(const fsdpc_comm *comm);
  * types are summed in F32 and rounded once. */
 bool fsdpc_comm_is_symmetric(const fsdpc_comm *comm);
 
-/* Collectives on host memory for every kind of communicator (comm_host.c), for messages outside of steps;
- * otherwise as above. Sums are in rank order, in F32 (F64 for F64). */
+/* Collectives on host memory for every kind of communicator (comm_host.c), for messages outside of
+ * steps. They act like the collectives above, but always sum in rank order, in F32 (F64 for F64). */
 int fsdpc_comm_host_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes,
                                const char *what);
 int fsdpc_comm_host_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel,

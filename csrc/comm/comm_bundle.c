@@ -1,7 +1,7 @@
-/* Small parts of a collective together, for kinds whose calls cost more than a copy.
+/* Sends small parts of a collective together, for communicators whose calls cost more than a copy.
  *
- * Consecutive small parts are copied to a buffer that is laid out rank by rank, and go by one collective;
- * larger parts go in place, one by one. Sizes and types alone decide, so all ranks make the same calls.
+ * Consecutive small parts are copied to a buffer that is laid out rank by rank, and are sent together.
+ * Larger parts are sent in place, one by one. Sizes and types alone decide this, so the ranks' calls agree.
  *
  *   parts a, b, 2 ranks: | a0 a1 |  | b0 b1 |    the bundle: | a0 b0 | a1 b1 |
  */
@@ -19,14 +19,14 @@ bytes_of(const fsdpc_comm_part *part)
     return (size_t)part->piece_numel * fsdpc_dtype_bytes(part->dtype);
 }
 
-/* In the bundle every part starts aligned to its type. */
+/* Returns the part's bytes in the bundle, rounded up so that the next part is aligned to its type. */
 static size_t
 room_for(const fsdpc_comm_part *part)
 {
     return fsdpc_round_up(bytes_of(part), STEP_BYTES);
 }
 
-/* How many of the parts, from the first on, go together; *piece: their bytes of one rank in the bundle. */
+/* Returns how many of the first parts share one collective. *piece becomes their bytes per rank. */
 static int
 count_together(const fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, bool one_dtype,
                size_t *piece)
@@ -65,7 +65,7 @@ call(fsdpc_comm *comm, const fsdpc_comm_part *part, bool scatter, const char *wh
                : comm->ops->all_gather(comm, part->buffer, bytes_of(part), what);
 }
 
-/* A gather copies own pieces into the bundle and others' out; a reduction copies all in and own ones out. */
+/* A gather copies only this rank's pieces to the bundle, a reduction only this rank's pieces from it. */
 static int
 call_together(fsdpc_comm *comm, char *bundle, const fsdpc_comm_part *parts, int count, size_t piece,
               bool scatter, const char *what)

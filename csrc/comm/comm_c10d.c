@@ -1,6 +1,6 @@
-/* The communicator whose collectives are callbacks into another library.
+/* A communicator whose collectives are callbacks into another library.
  *
- * That library decides on deadlines. agree is an all-gather of the records of agree.h.
+ * The other library sets the deadlines. `agree` is an all-gather of the records of agree.h.
  */
 #include <stdio.h>
 
@@ -28,7 +28,7 @@ flies(const fsdpc_comm *comm)
     return ((const c10d_comm *)comm)->calls.post != NULL && comm->world > 1;
 }
 
-/* A positive value is no status code: it must not pass for success. */
+/* Rejects a positive value of a callback, which is not a status code and must not count as success. */
 static int
 outcome(int status)
 {

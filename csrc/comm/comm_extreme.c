@@ -1,7 +1,7 @@
-/* Maximum and minimum over the ranks' buffers, for all_reduce. Sums are the device's business.
+/* Maximum and minimum over the ranks' buffers, for all_reduce. (For a sum, all_reduce calls the device.)
  *
- * Values are compared as the type they are kept in; the bits of the winner are copied, so nothing
- * is rounded. A NaN wins over all numbers, the first of several NaNs over the others.
+ * Comparisons do not round the values, and the bits of the winner are
+ * copied. A NaN wins over all numbers; of several NaNs the first one wins.
  */
 #include <string.h>
 
@@ -51,7 +51,7 @@ fsdpc_comm_extreme(void *dst, const void *const *src, int count, fsdpc_dtype dty
                 winner = k;
             }
         }
-        /* dst may be src[winner]. */
+        /* memmove, because dst may be src[winner]. */
         memmove((char *)dst + (size_t)i * bytes, (const char *)src[winner] + (size_t)i * bytes,
                 bytes);
     }

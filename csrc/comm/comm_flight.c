@@ -11,20 +11,20 @@
 #include "comm/hosts.h"
 
 enum {
-    DATA_TAG = 1 << 30, /* programs that send by themselves use small tags */
+    DATA_TAG = 1 << 30, /* above the small tags of a program's own sends */
     KEY_TAG = DATA_TAG + FSDPC_FLIGHT_KEYS,
-    MARKS_TAG = DATA_TAG - 1, /* of marks, unless they have a key: match in the order of flights */
+    MARKS_TAG = DATA_TAG - 1, /* of marks of flights without a key; these marks match in order */
 };
 
 static const fsdpc_mark begun = {.words = {1}}; /* the mark of flights with a key */
 
 struct fsdpc_flight {
     fsdpc_comm *comm;
-    void *data, *marking; /* the kind's transfers of data, and of marks; NULL: none, or landed */
+    void *data, *marking; /* transfers of data and of marks; NULL: not begun, or ended */
     fsdpc_mark *marks;    /* one per rank */
-    bool *skip;           /* ranks with other marks; allocated before anything is posted */
+    bool *skip;           /* skip[r]: rank r's mark differs from this rank's mark */
     fsdpc_moves moves;
-    bool agreed; /* known after landing */
+    bool agreed; /* all ranks' marks are equal; known after landing */
     bool marked, summed;
     uint64_t number;
 };
@@ -55,7 +55,7 @@ fsdpc_comm_receivers(const fsdpc_comm *comm)
     return count;
 }
 
-/* The tag is equal on ranks that mean the same flight: data sent for another flight finds no taker. */
+/* Returns a tag that is equal on ranks that begin the same flight. Data of other flights has other tags. */
 static uint32_t
 tag_of(const fsdpc_comm *comm, const fsdpc_mark *mark)
 {
@@ -120,7 +120,7 @@ marks_agree(const fsdpc_flight *flight)
 
 /* --- the flight ---------------------------------------------------------------------------------- */
 
-/* The mark is posted after the data: where a rank's mark has come, its data has come. */
+/* Posts the mark after the data, so that a rank's data has arrived once its mark has arrived. */
 static int
 take_off_by_key(fsdpc_flight *flight, const fsdpc_load *load, uint32_t key, const char *what)
 {
@@ -130,7 +130,7 @@ take_off_by_key(fsdpc_flight *flight, const fsdpc_load *load, uint32_t key, cons
     return post_marks(flight, tag, what);
 }
 
-/* `key` NULL: the flight has its place in the order of flights. */
+/* Begins the flight's transfers. If `key` is NULL, flights match in the order in which ranks begin them. */
 static int
 take_off(fsdpc_flight *flight, const fsdpc_load *load, const fsdpc_mark *mark, const uint32_t *key,
          const char *what)
@@ -148,8 +148,8 @@ take_off(fsdpc_flight *flight, const fsdpc_load *load, const fsdpc_mark *mark, c
     return post_data(flight, load, tag, what);
 }
 
-/* The flight as blocking collectives, where nothing travels in the background: first of the marks, then, if
- * all marks are equal, of the data. */
+/* Runs the flight as blocking collectives, for kinds without transfers in the background: first
+ * the marks are gathered, then, if all marks are equal, the data is gathered or reduced. */
 static int
 go_at_once(fsdpc_flight *flight, const fsdpc_load *load, const char *what)
 {
@@ -166,7 +166,7 @@ go_at_once(fsdpc_flight *flight, const fsdpc_load *load, const char *what)
                           : fsdpc_comm_all_gather_parts(comm, load->parts, load->count, what);
 }
 
-/* All marks begin as this rank's own: a fake process group, which moves nothing, leaves them equal. */
+/* Sets all ranks' marks to this rank's mark, because a fake process group delivers no other marks. */
 static int
 make(fsdpc_comm *comm, const fsdpc_mark *mark, const char *what, fsdpc_flight **out)
 {
@@ -242,7 +242,7 @@ fsdpc_flight_by_key(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
     return begin(comm, &load, NULL, &key, what, out);
 }
 
-/* Reads atomically, because the library may be writing the marks. */
+/* Reads the marks atomically, because the library may be writing them. */
 bool
 fsdpc_flight_is_here(const fsdpc_flight *flight)
 {
@@ -255,8 +255,8 @@ fsdpc_flight_is_here(const fsdpc_flight *flight)
     return true;
 }
 
-/* With ranks of other marks nothing moves. What ranks of equal marks send has to arrive, or the library could
- * not receive anything behind it. */
+/* Receives data only from ranks whose mark equals this rank's mark. Even if
+ * other marks differ, this data must be received, or else the library could not receive later messages. */
 static int
 land_data(fsdpc_flight *flight, const char *what)
 {

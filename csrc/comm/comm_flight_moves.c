@@ -1,4 +1,4 @@
-/* See flight_moves.h. Both ranks of a pair list its transfers in the same order, by which they match. */
+/* See flight_moves.h. Both ranks of a pair list their transfers in the same order, so that these match. */
 #include "comm/flight_moves.h"
 
 #include <string.h>
@@ -8,16 +8,16 @@
 #include "comm/hosts.h"
 
 enum {
-    CHUNK_BYTES = 1 << 20,  /* large messages of the two directions would take turns */
-    SMALL_BYTES = 64 << 10, /* copied in less time than another transfer takes */
+    CHUNK_BYTES = 1 << 20,  /* largest message: a larger one uses a link in one direction only */
+    SMALL_BYTES = 64 << 10, /* largest piece in a packet: copying it is faster than a transfer */
 };
 
-/* Lists twice: the first time `out` has no memory, and only counts change; then `out` is filled. */
+/* Makes the lists in two passes: the first has no memory in `out` and only counts, the second fills `out`. */
 struct lister {
     const fsdpc_comm *comm;
     const fsdpc_load *load;
     fsdpc_moves *out;
-    size_t packet_bytes; /* of the packet to, or from, one peer; 0: nothing is packed */
+    size_t packet_bytes; /* bytes of each packet, to or from a peer; 0: there are no packets */
 };
 
 /* --- who sends what to whom ----------------------------------------------------------------------- */
@@ -28,7 +28,7 @@ piece_bytes(const fsdpc_comm_part *part)
     return (size_t)part->piece_numel * fsdpc_dtype_bytes(part->dtype);
 }
 
-/* Every rank begins with another peer, so that no rank gets all ranks' data at once. */
+/* Each rank begins with a different peer, so that no rank receives the data of all ranks at once. */
 static int
 peer_at(const fsdpc_comm *comm, int step, bool send)
 {
@@ -46,7 +46,7 @@ landing_of(const struct lister *l, int peer, int part)
            landing->offsets[part];
 }
 
-/* The place of the piece that this rank sends to `peer` or, without `send`, gets from `peer`. */
+/* Returns the address of the piece that this rank sends to `peer` (`send`) or receives from `peer`. */
 static char *
 place_of(const struct lister *l, int part, int peer, bool send)
 {
@@ -58,7 +58,7 @@ place_of(const struct lister *l, int part, int peer, bool send)
     return (char *)p->buffer + piece_bytes(p) * (size_t)(own ? l->comm->rank : peer);
 }
 
-/* True if `from` sends to `to`: in a gather the piece of `from`, in a reduction the piece of `to`. */
+/* True if `from` sends a piece to `to`. In a gather this is the piece of `from`, else that of `to`. */
 static bool
 sends(const struct lister *l, int from, int to)
 {
@@ -163,7 +163,7 @@ list_all(struct lister *l)
     }
 }
 
-/* 0 where fewer than two parts are small: packing would save no transfer. */
+/* Returns the bytes of all small parts; 0 if fewer than two are small, as a packet would save no transfer. */
 static size_t
 bytes_of_packet(const fsdpc_load *load)
 {

@@ -1,4 +1,4 @@
-/* The collectives of a kind that flies: pieces of all ranks, summed here in the order of ranks. */
+/* Blocking collectives: flights that land at once. A sum receives all pieces and adds them in rank order. */
 #include <string.h>
 
 #include "base/mem.h"
@@ -20,7 +20,7 @@ fsdpc_flight_all_gather_now(fsdpc_comm *comm, void *buffer, size_t piece_bytes, 
     return fsdpc_flight_now(comm, &part, NULL, &mark, what);
 }
 
-/* dst = the sum of the ranks' n elements in F32 (F64 for F64), rounded once; dst may be a source. */
+/* dst = the sum of the sources' n elements, in F32 (for F64: in F64), rounded once. dst may be a source. */
 static int
 sum(const fsdpc_comm *comm, void *dst, const void *const *sources, int64_t n, fsdpc_dtype dtype,
     const char *what)
@@ -75,7 +75,7 @@ fsdpc_flight_reduce_scatter_now(fsdpc_comm *comm, void *buffer, int64_t piece_nu
     return scatter(comm, buffer, piece_numel, dtype, FSDPC_NOW_SCATTER, what);
 }
 
-/* A sum of few elements: every rank gets all elements of all other ranks. */
+/* Sums a few elements: every rank receives all elements of all other ranks. */
 static int
 sum_whole(fsdpc_comm *comm, char *buffer, int64_t numel, fsdpc_dtype dtype, const char *what)
 {

@@ -1,8 +1,8 @@
 /* Collectives on host memory, for communicators whose own collectives work on device memory.
  *
- * All are made of `exchange`, an all-gather of host memory that these communicators have for
- * small messages outside of steps. Large buffers go in windows of WINDOW_BYTES: a rank needs
- * memory for `world` windows.
+ * All of them use `exchange`, an all-gather of host memory that these communicators
+ * have for small messages outside of steps. Large buffers are sent in windows of
+ * WINDOW_BYTES, so that a rank needs memory for only `world` windows.
  */
 #include <string.h>
 
@@ -12,14 +12,14 @@
 
 enum { WINDOW_BYTES = 1024 * 1024 };
 
-/* Buffers of a reduction: one window of each rank, and one in the type of sums. */
+/* Buffers of a reduction: one window per rank, and one window in the type of the sums. */
 typedef struct host_sum {
     fsdpc_comm *comm;
     fsdpc_device *device;
     fsdpc_dtype dtype;
     enum fsdpc_op op;
     const char *what;
-    int64_t window; /* elements */
+    int64_t window; /* elements of one window */
     char *rows;
     void *wide;
     const void **from;
@@ -129,7 +129,7 @@ combine(const host_sum *sum, void *dst, int64_t n)
     return fsdpc_device_cast(sum->device, dst, sum->dtype, sum->wide, FSDPC_F32, n, 1.0);
 }
 
-/* Reduces all ranks' `values` into `dst`, in rank order; `dst` NULL: another rank wants the result. */
+/* Reduces all ranks' `values` into `dst`, in rank order. `dst` NULL: this rank does not need the result. */
 static int
 sum_values(const host_sum *sum, void *dst, const char *values, int64_t numel)
 {

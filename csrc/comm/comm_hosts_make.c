@@ -1,4 +1,4 @@
-/* How a communicator learns which ranks share a host: numbers, carriers, the hosts' segments. See hosts.h. */
+/* Finds out which ranks share a host: the hosts' numbers, carriers and shared segments. See hosts.h. */
 #include <stdio.h>
 
 #include "base/mem.h"
@@ -6,7 +6,7 @@
 #include "comm/comm_impl.h"
 #include "comm/hosts.h"
 
-/* Hosts get numbers in the order of their first ranks, and this host's ranks get their positions on it. */
+/* Numbers the hosts in the order of their first ranks, and gives this host's ranks their positions on it. */
 static void
 number_hosts(const fsdpc_comm *comm, const int *names, fsdpc_hosts *hosts)
 {
@@ -26,8 +26,8 @@ number_hosts(const fsdpc_comm *comm, const int *names, fsdpc_hosts *hosts)
     }
 }
 
-/* The n-th rank of a host is carried by the n-th rank of each other host, modulo that host's number of ranks.
- * `scratch`: three zeros per rank. */
+/* The carrier of a host's n-th rank is the n-th rank of the other host, where n is taken modulo
+ * the number of ranks of that other host. `scratch` has three zeros per rank. */
 static void
 choose_carriers(const fsdpc_comm *comm, fsdpc_hosts *hosts, int *scratch)
 {
@@ -61,7 +61,7 @@ map_turns(fsdpc_hosts *hosts)
     return FSDPC_OK;
 }
 
-/* Adds the ranks' numbers to an error: while the ranks of a host meet, messages call them 0, 1 and so on. */
+/* Adds the ranks' numbers to an error, because errors of the rendezvous call a host's ranks 0, 1, ... */
 static int
 say_numbers(const fsdpc_hosts *hosts, int status)
 {

@@ -12,7 +12,7 @@
 
 enum { FSDPC_COMM_TEXT_BYTES = 4096 };
 
-/* Arguments are valid and counts are above 0 when these are called; shapes as in comm.h. */
+/* The functions of a kind. Arguments are valid and counts are above 0; buffers are as in comm.h. */
 typedef struct fsdpc_comm_ops {
     const char *kind;
     fsdpc_comm_caps caps;
@@ -24,7 +24,7 @@ typedef struct fsdpc_comm_ops {
     int (*broadcast)(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *what);
     int (*barrier)(fsdpc_comm *comm, const char *what);
     int (*agree)(fsdpc_comm *comm, const char *text, const char *what);
-    /* (optional) NULL: comm.c makes one call per part */
+    /* Optional: if one of these entries is NULL, comm.c makes one call per part. */
     int (*all_gather_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                             const char *what);
     int (*reduce_scatter_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
@@ -33,10 +33,10 @@ typedef struct fsdpc_comm_ops {
                             const char *what);
     int (*all_to_all)(fsdpc_comm *comm, void *pieces, void *landing, size_t bytes,
                       const char *what); /* (optional) */
-    /* (optional, all or none) Transfers in the background, see flight.h. They match by tag, and in the order
-     * of posting among equal tags. land waits for the transfers with ranks that `skip` does not mark (NULL:
-     * with all ranks); those with marked ranks find no match. Whatever land returns, it ends the transfers.
-     * drop leaves transfers to themselves: their memory stays, because other ranks may still match them. */
+    /* Optional, all or none: transfers in the background, see flight.h. Transfers match by tag; transfers of
+     * one tag match in the order of posting. `land` waits for transfers with ranks that `skip` does not mark
+     * (NULL: with all ranks); transfers with marked ranks have no match. `land` ends all transfers even if it
+     * fails. `drop` abandons transfers without freeing their memory: other ranks may still match them. */
     bool (*flies)(const fsdpc_comm *comm);
     int (*post)(fsdpc_comm *comm, const fsdpc_comm_move *moves, int count, uint32_t tag,
                 const char *what, void **transfers);
@@ -46,14 +46,14 @@ typedef struct fsdpc_comm_ops {
     void (*fail)(fsdpc_comm *comm, int status, const char *text); /* NULL: no-op */
     void (*close)(fsdpc_comm *comm);                              /* NULL: no-op */
     fsdpc_shm *(*segment)(const fsdpc_comm *comm);                /* NULL: no segment */
-    /* (optional) An all-gather of host memory, for kinds whose other collectives work on device
-     * memory; without it the other collectives take host memory. */
+    /* Optional: an all-gather of host memory, for kinds whose other collectives take
+     * device memory. If this entry is NULL, the other collectives take host memory. */
     int (*exchange)(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
     int (*register_memory)(fsdpc_comm *comm, void *buffer, size_t bytes); /* (optional) */
     void (*unregister_memory)(fsdpc_comm *comm, void *buffer);            /* (optional) */
     bool (*registers)(const fsdpc_comm *comm);                            /* NULL: false */
     bool (*is_symmetric)(const fsdpc_comm *comm);                         /* NULL: false */
-    void (*free)(fsdpc_comm *comm); /* includes the struct itself */
+    void (*free)(fsdpc_comm *comm); /* also frees the struct itself */
 } fsdpc_comm_ops;
 
 enum { FSDPC_COMM_SOUND, FSDPC_COMM_BREAKING, FSDPC_COMM_BROKEN };
@@ -62,33 +62,34 @@ struct fsdpc_comm {
     const fsdpc_comm_ops *ops;
     fsdpc_device *device; /* borrowed: devices live as long as the process */
     fsdpc_comm *twin;     /* owned, or NULL */
-    fsdpc_comm *local;    /* fsdpc_comm_set_hosts: the ranks of this host; owned, or NULL */
+    fsdpc_comm *local;    /* among the ranks of this host (fsdpc_comm_set_hosts); owned, or NULL */
     struct fsdpc_hosts *hosts;
-    struct fsdpc_lander *landers; /* flight.h */
-    char *_Atomic numbers;        /* fsdpc_comm_set_numbers; owned, or NULL */
+    struct fsdpc_lander *landers; /* the exchanges that begin flights (flight.h) */
+    char *_Atomic numbers;        /* the text of fsdpc_comm_set_numbers; owned, or NULL */
     int rank, world;
-    int forks;         /* fsdpc_forks() when made */
-    int agreements;    /* calls of fsdpc_comm_agree that have ended: equal on all ranks */
-    uint32_t keys;     /* the latest of fsdpc_comm_next_keys: equal on all ranks */
-    uint64_t flights;  /* begun without a key: equal on all ranks */
-    double timeout_s;  /* 0: the default */
-    bool lost;         /* fsdpc_comm_has_lost */
+    int forks;         /* the value of fsdpc_forks() when this was made */
+    int agreements;    /* how many calls of fsdpc_comm_agree have ended: equal on all ranks */
+    uint32_t keys;     /* the latest key of fsdpc_comm_next_keys: equal on all ranks */
+    uint64_t flights;  /* how many flights began without a key: equal on all ranks */
+    double timeout_s;  /* deadline of waits in seconds; 0: fsdpc_timeout() */
+    bool lost;         /* the result of fsdpc_comm_has_lost */
     _Atomic bool busy; /* a collective is in progress */
-    _Atomic int state; /* the two fields below are readable once this is BROKEN */
+    _Atomic int state; /* FSDPC_COMM_SOUND ...; once BROKEN, the two fields below may be read */
     int failed_status;
     char failed_text[FSDPC_COMM_TEXT_BYTES];
 };
 
 void fsdpc_hosts_free(struct fsdpc_hosts *hosts);
 
-/* Keeps the first failure, and tells the other ranks of this host; later calls change nothing. */
+/* Keeps the first failure and reports it to the other ranks of this host. Later calls change nothing. */
 void fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text);
 
-/* A communicator runs one collective at a time. Call enter before it (FSDPC_E_STATE if another is in
- * progress) and leave after it, with its status: leave returns that, and an error breaks the communicator. */
+/* A communicator runs one collective at a time. Call `enter` before each collective (FSDPC_E_STATE: another
+ * one is in progress) and `leave` after it. `leave` breaks the communicator if `status` is an error, and
+ * returns `status`. */
 int fsdpc_comm_enter(fsdpc_comm *comm, const char *what);
 int fsdpc_comm_leave(fsdpc_comm *comm, int status);
-/* Checks the sizes of all parts before any part is sent, and that the communicator is not broken. */
+/* Fails if the communicator is broken, or if a part has an invalid size or no buffer. Sends nothing. */
 int fsdpc_comm_check_parts(const fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                            const char *what);
 
@@ -101,7 +102,8 @@ void fsdpc_comm_extreme(void *dst, const void *const *src, int count, fsdpc_dtyp
  * A flying kind's own all_gather, reduce_scatter and sum: flights that land at once. FSDPC_E_MISMATCH if
  * another rank makes another collective, or one of another size. */
 
-/* Begins and lands a gather or (with `landing`) a reduction of one part, in a collective (comm_flight.c). */
+/* Begins and lands a flight that gathers one part or, with `landing`, reduces it. The caller has called
+ * fsdpc_comm_enter, and calls fsdpc_comm_leave afterwards. */
 struct fsdpc_landing;
 struct fsdpc_mark;
 int fsdpc_flight_now(fsdpc_comm *comm, const fsdpc_comm_part *part,
@@ -116,8 +118,8 @@ int fsdpc_flight_sum_now(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dt
 
 /* --- comm_bundle.c --------------------------------------------------------------------------- */
 
-/* all_gather_parts, or (`scatter`) reduce_scatter_parts, for a kind that works on host memory: small
- * parts share one collective. *bundle: NULL, or memory of an earlier call; the caller frees *bundle. */
+/* Runs all_gather_parts or, with `scatter`, reduce_scatter_parts for a kind that works on host memory. Small
+ * parts share one collective. *bundle is NULL or memory of an earlier call; the caller frees *bundle. */
 int fsdpc_comm_bundle(fsdpc_comm *comm, char **bundle, const fsdpc_comm_part *parts, int count,
                       bool scatter, const char *what);
 

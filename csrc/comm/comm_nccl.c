@@ -1,4 +1,4 @@
-/* The communicator over NCCL: starting it, its table, its end. See comm_nccl.h.
+/* The communicator over NCCL: its start, its table of functions and its end. See comm_nccl.h.
  */
 #include "comm/comm_nccl.h"
 
@@ -93,7 +93,7 @@ all_to_all(fsdpc_comm *comm, void *pieces, void *landing, size_t bytes, const ch
     return fsdpc_nccl_run(of(comm), &o, what);
 }
 
-/* Breaks the communicator and wakes the thread, which calls ncclCommAbort: that may take long. */
+/* Breaks the communicator and wakes the watching thread to call ncclCommAbort, which may take long. */
 static void
 abort_comm(fsdpc_comm *comm, const char *text)
 {
@@ -255,7 +255,7 @@ make(fsdpc_device *device, int rank, int world, const fsdpc_comm_nccl_options *o
     return FSDPC_OK;
 }
 
-/* The caller holds `calls`, because the watching thread exists already. */
+/* The caller holds the mutex `calls`, because the watching thread is already running. */
 static int
 rendezvous(nccl_comm *comm, const char *id)
 {

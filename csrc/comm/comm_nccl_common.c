@@ -1,4 +1,4 @@
-/* What all files of the NCCL communicator use: clock, CUDA context, failure. */
+/* Functions that all files of the NCCL communicator use: clock, CUDA context, failure. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <time.h>

@@ -1,7 +1,7 @@
-/* Host memory over an NCCL communicator: exchange, agree, barrier, and the host sync they need.
+/* Collectives on host memory for an NCCL communicator: exchange, agree, barrier, and their host sync.
  *
- * The host's channel carries agree, barrier and exchanges of up to FSDPC_NCCL_CHANNEL_BYTES. The rest, and
- * all without a channel, is staged through the GPU, FSDPC_NCCL_STAGE_BYTES of each rank at a time.
+ * The host's channel carries agree, barrier and exchanges of up to FSDPC_NCCL_CHANNEL_BYTES. Larger exchanges
+ * are staged through the GPU, FSDPC_NCCL_STAGE_BYTES per rank at a time. Without a channel, all are staged.
  */
 #include <string.h>
 
@@ -10,7 +10,7 @@
 #include "base/mem.h"
 #include "base/status.h"
 
-/* After Ctrl-C: breaks the communicator, so that collectives in flight are aborted. */
+/* Breaks the communicator after Ctrl-C, so that collectives in flight are aborted. */
 static int
 interrupt_wait(fsdpc_comm *base)
 {
@@ -41,7 +41,7 @@ fsdpc_nccl_await(nccl_comm *comm)
     pthread_mutex_lock(&comm->lock);
     uint64_t end = comm->next;
     pthread_mutex_unlock(&comm->lock);
-    /* The watching thread enforces the deadline. */
+    /* This loop has no deadline of its own: the watching thread enforces one. */
     for (;;) {
         FSDPC_TRY(fsdpc_comm_check(base));
         fsdpc_cu_result result = query(comm, end - 1);
@@ -64,7 +64,7 @@ staged_bytes(const nccl_comm *comm)
     return (size_t)comm->base.world * FSDPC_NCCL_STAGE_BYTES;
 }
 
-/* Allocates what staging needs, once, on the first use. */
+/* Allocates the memory and the stream for staging, once, on the first use. */
 static int
 need_scratch(nccl_comm *comm, const char *what)
 {
@@ -89,7 +89,7 @@ need_scratch(nccl_comm *comm, const char *what)
         "%s: a stream", what);
 }
 
-/* An all-gather of what is in comm->pinned, in place. Host sync. */
+/* Gathers the ranks' pieces in comm->pinned, in place, by the GPU. This is a host sync. */
 static int
 exchange_staged(nccl_comm *comm, size_t piece_bytes, const char *what)
 {
@@ -116,7 +116,7 @@ exchange_staged(nccl_comm *comm, size_t piece_bytes, const char *what)
     return fsdpc_nccl_await(comm);
 }
 
-/* An all-gather of host memory staged through the GPU. Host sync. */
+/* Gathers host memory, in place, staged through the GPU. This is a host sync. */
 static int
 exchange_over_gpu(nccl_comm *comm, char *buffer, size_t piece_bytes, const char *what)
 {
@@ -136,8 +136,8 @@ exchange_over_gpu(nccl_comm *comm, char *buffer, size_t piece_bytes, const char 
     return FSDPC_OK;
 }
 
-/* Without a channel, over the GPU. A failure of the host's channel breaks the communicator: the ranks are
- * then out of step on the GPU as well. */
+/* Exchanges over the host's channel, or over the GPU if there is no channel. A failure of the
+ * channel breaks the communicator, because the ranks are then out of step on the GPU as well. */
 static int
 exchange_on_host(nccl_comm *comm, void *buffer, size_t piece_bytes, const char *what)
 {
@@ -167,7 +167,7 @@ record_of(const void *context, int rank)
     return (const fsdpc_agree_record *)context + rank;
 }
 
-/* Exchanges digests only: with many ranks, all texts would be megabytes on each rank. */
+/* Exchanges only the digests of texts: with many ranks, the texts would take megabytes on each rank. */
 static int
 compare_digests(nccl_comm *comm, const fsdpc_agree_record *mine, bool *alike, const char *what)
 {
@@ -220,7 +220,7 @@ end:
     return status;
 }
 
-/* A barrier of the hosts only: collectives on streams may still be in flight. */
+/* A barrier of the ranks' host threads: collectives on streams may still be in flight. */
 int
 fsdpc_nccl_barrier(fsdpc_comm *comm, const char *what)
 {

@@ -1,8 +1,8 @@
-/* One call of NCCL, and the collectives made of it.
+/* Single calls of NCCL, and the collectives that are made of such calls.
  *
- * NCCL runs in non-blocking mode, so each call may return ncclInProgress. No other call on the
- * communicator or its stream may follow until that is over: fsdpc_nccl_complete() polls for it
- * until the deadline.
+ * NCCL runs in non-blocking mode, so each call may return ncclInProgress. No
+ * other call on the communicator or its stream may follow until the call in
+ * progress has ended: fsdpc_nccl_complete() polls for this until the deadline.
  */
 #include <sched.h>
 #include <stdio.h>
@@ -22,7 +22,7 @@ refused(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
                        comm->nccl->last_error(comm->handle));
 }
 
-/* FSDPC_OK while NCCL may be called; an error once NCCL's communicator is gone. The caller holds `calls`. */
+/* Returns FSDPC_OK while NCCL's communicator exists, else an error. The caller holds `calls`. */
 static int
 still_there(const nccl_comm *comm, const char *what)
 {
@@ -33,8 +33,8 @@ still_there(const nccl_comm *comm, const char *what)
     return fsdpc_error(FSDPC_E_STATE, "%s: the communicator is closed", what);
 }
 
-/* Checks for Ctrl-C. `calls` is released meanwhile, because the interpreter may run a signal handler that
- * calls this communicator. */
+/* Checks for Ctrl-C. Releases `calls` during the check, because the
+ * interpreter may run a signal handler that calls this communicator. */
 static int
 check_signals(nccl_comm *comm, const char *what)
 {
@@ -49,8 +49,8 @@ check_signals(nccl_comm *comm, const char *what)
                : still_there(comm, what);
 }
 
-/* NCCL enqueues a collective within about 50 us, from a thread of its own: a sleep would take
- * longer, and a step has many collectives. A call that takes longer waits for other ranks. */
+/* NCCL enqueues a collective within about 50 us, from a thread of its own. A sleep would take longer,
+ * and a step has many collectives, so the first waits only yield. A longer call waits for other ranks. */
 static void
 await_progress(double waited_s)
 {
@@ -71,7 +71,7 @@ late_call(const nccl_comm *comm, const char *what)
     return fsdpc_late_error(&late);
 }
 
-/* `result` is that of the call just made. The caller holds `calls`. */
+/* `result` is the return value of the latest NCCL call. The caller holds `calls`. */
 int
 fsdpc_nccl_complete(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
 {
@@ -106,7 +106,7 @@ stream_of(const nccl_comm *comm)
     return stream;
 }
 
-/* Ends a group even after a failure. NCCL makes one kernel of it, in which all transfers make progress. */
+/* Ends a group of calls, even after a failure. NCCL makes one kernel of a group, so all parts progress. */
 static fsdpc_nccl_result
 end_group(const fsdpc_nccl *nccl, fsdpc_nccl_result result)
 {
@@ -167,7 +167,7 @@ bytes_of(const nccl_comm *comm, const fsdpc_nccl_order *o)
                : bytes * (size_t)comm->base.world;
 }
 
-/* The order that enqueues one of several parts. */
+/* Returns the fsdpc_nccl_order (comm_nccl_impl.h) that enqueues one of several parts. */
 static fsdpc_nccl_order
 order_of(enum fsdpc_nccl_kind kind, const fsdpc_comm_part *part, fsdpc_cu_stream stream)
 {
@@ -201,7 +201,7 @@ fsdpc_nccl_break(nccl_comm *comm, int status)
                     fsdpc_error_text());
 }
 
-/* Enqueues one order, or (`o` NULL) several parts of one kind, and adds that to the ring. */
+/* Enqueues one order or, if `o` is NULL, several parts of one kind, and adds the collective to the ring. */
 static int
 put(nccl_comm *comm, fsdpc_nccl_order *o, enum fsdpc_nccl_kind kind, const fsdpc_comm_part *parts,
     int count, const char *what)

@@ -1,20 +1,20 @@
 /* Memory that NCCL uses without staging: windows that all ranks see, or buffers of one rank.
  *
- * [Note: registration] A communicator tries once, at its start, what it can register, on a piece of
- * memory made for that: the ranks must treat every later buffer alike. Registering a window is
- * collective. Where one GPU cannot access the other ranks' memory, NCCL returns no window (2.29 and
- * later) or a window of this rank alone (2.28, 2.27), without an error. A window is an address: in
- * device memory if the ranks share it, else in host memory. 2.27 always returns a window in host memory,
- * so its windows never count as shared. Registered memory must consist of pieces (device.h), with
- * address and size in whole grains: NCCL refuses memory of cuMemAlloc. A failed trial may leave
- * NCCL's communicator unusable; then all ranks return FSDPC_E_UNAVAILABLE and may start again
- * without registration.
+ * [Note: registration] At its start, a communicator tries to register a piece of memory made for the trial.
+ * The result holds for all later buffers, because the ranks must treat buffers alike. Registering a
+ * window is collective. Where one GPU cannot access the other ranks' memory, NCCL returns no
+ * window (2.29 and later) or a window of this rank alone (2.28, 2.27), without an error. A
+ * window is an address: in device memory if the ranks share the window, else in host memory.
+ * NCCL 2.27 always returns an address in host memory, so its windows never count as shared.
+ * Registered memory must consist of pieces (device.h), with address and size in whole grains,
+ * because NCCL refuses memory of cuMemAlloc. A failed trial may leave NCCL's communicator
+ * unusable. Then all ranks return FSDPC_E_UNAVAILABLE and may start again without registration.
  */
 #include "comm/comm_nccl_impl.h"
 #include "base/mem.h"
 #include "base/status.h"
 
-/* The caller holds `calls`. Without comm->handle NCCL has dropped the registration already. */
+/* Ends a registration, which NCCL has already dropped if comm->handle is NULL. The caller holds `calls`. */
 static void
 delist(nccl_comm *comm, fsdpc_nccl_buffer *gone)
 {
@@ -39,9 +39,9 @@ fsdpc_nccl_delist_all(nccl_comm *comm)
     }
 }
 
-/* The caller holds `calls`. Since 2.28 window_register returns success while in progress: poll
- * async_error. NCCL may write `window` or `own` even after this function gives up, so `made` stays in
- * the list then. */
+/* Registers a buffer. The caller holds `calls`. Since 2.28, window_register returns success
+ * while the registration is in progress, so async_error is polled. If this function gives
+ * up, the buffer's entry stays in comm->buffers: NCCL may still write its `window` or `own`. */
 static int
 enlist(nccl_comm *comm, void *buffer, size_t bytes, enum fsdpc_nccl_way way)
 {
@@ -147,7 +147,7 @@ close_trial(trial *gone)
 
 enum outcome { SPOILT = -1, REFUSED, WORKS, SHARES };
 
-/* True if NCCL's communicator is in error for good, as after a call that had begun and then failed. */
+/* True if NCCL's communicator can no longer be used, for example after a call that began and then failed. */
 static bool
 is_spoilt(const nccl_comm *comm)
 {
@@ -166,7 +166,7 @@ is_on_device(const nccl_comm *comm, fsdpc_nccl_window window)
            type == FSDPC_CU_DEVICE_MEMORY;
 }
 
-/* The outcome of the registration that has just ended without an error. */
+/* Returns the outcome of the registration that has just ended without an error. */
 static enum outcome
 registration_outcome(const nccl_comm *comm, enum fsdpc_nccl_way way)
 {
@@ -192,7 +192,7 @@ outcome_of(nccl_comm *comm, const trial *on, enum fsdpc_nccl_way way)
     return outcome;
 }
 
-/* Sets `way` if it works on all ranks; then all ranks use it, else none does. Also sets `shares`. */
+/* Makes all ranks use `way` if it works on all of them; otherwise no rank uses it. Also sets `shares`. */
 static int
 try_way(nccl_comm *comm, const trial *on, enum fsdpc_nccl_way way, bool offered)
 {
@@ -230,7 +230,7 @@ fsdpc_nccl_try_registration(nccl_comm *comm)
                    end);
     }
 end:
-    /* The trial's error has been returned: the watching thread must not replace it. */
+    /* After a failure `trying` stays true, so that the watching thread does not replace the error. */
     atomic_store(&comm->trying, status != FSDPC_OK);
     close_trial(&on);
     return status;

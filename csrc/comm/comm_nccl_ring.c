@@ -12,7 +12,7 @@ entry_of(nccl_comm *comm, uint64_t sequence)
     return &comm->ring[sequence % FSDPC_NCCL_RING];
 }
 
-/* Removes completed entries. A failed query removes nothing: the watching thread reports it. */
+/* Removes entries whose event is reached, up to the first other one. The watching thread reports failures. */
 static fsdpc_cu_result
 sweep_locked(nccl_comm *comm)
 {
@@ -57,8 +57,8 @@ make_room(nccl_comm *comm)
     }
 }
 
-/* A captured collective has no event to query: NCCL's error is polled, but the collective has no
- * deadline. */
+/* A collective that is captured into a graph has no event to query.
+ * NCCL's errors are still polled, but the collective has no deadline. */
 static int
 is_captured(const nccl_comm *comm, fsdpc_cu_stream stream, bool *captured)
 {

@@ -1,12 +1,12 @@
-/* Where a rank is among the collectives of an NCCL communicator and its twin: what stalled ranks
- * report to each other. Only the ring is read; neither CUDA nor NCCL is called.
+/* Describes how far a rank is in the collectives of an NCCL communicator and its twin, for the reports
+ * that stalled ranks send to each other. Only the ring is read; neither CUDA nor NCCL is called.
  */
 #include <stdio.h>
 #include <string.h>
 
 #include "comm/comm_nccl_impl.h"
 
-/* Reads the oldest collective in flight (true) or, if none is in flight, the last completed one (false). */
+/* Reads the oldest collective in flight and returns true. If there is none, reads the last completed one. */
 static bool
 read_ring(nccl_comm *comm, fsdpc_nccl_entry *entries)
 {

@@ -1,10 +1,10 @@
 /* The thread that watches an NCCL communicator.
  *
- * Every poll_ms the thread queries the oldest collective's event and NCCL's async error. Only this
- * thread aborts or destroys NCCL's communicator, because either may take long: other threads wait
- * for that at most END_MS, or PEACE_MS where nothing has failed. The thread takes `calls` before it
- * calls NCCL; a holder of `calls` releases it soon, because NCCL does not block and polling loops
- * check the communicator's failure. The states are drawn in comm_nccl_impl.h.
+ * Every poll_ms the thread queries the oldest collective's event and NCCL's async error. Only
+ * this thread aborts or destroys NCCL's communicator, because both may take long; other threads
+ * wait for the thread at most END_MS, or PEACE_MS if nothing has failed. The thread takes `calls`
+ * before it calls NCCL. A holder of `calls` releases it soon, because NCCL does not block and
+ * polling loops check the communicator's failure. The states are drawn in comm_nccl_impl.h.
  */
 #include <signal.h>
 #include <stdio.h>
@@ -19,11 +19,11 @@
 #include "base/status.h"
 
 #define GRAPHS_S 0.3
-/* A wait that lasts longer is shown to other processes. */
+/* Seconds after which the board shows a wait to other processes. */
 #define BOARD_S 0.2
 
 enum {
-    STACK_BYTES = 4 * 1024 * 1024, /* on this stack NCCL ends and the driver frees memory */
+    STACK_BYTES = 4 * 1024 * 1024, /* the thread's stack: NCCL and the driver free memory on it */
     END_MS = 1000,
     PEACE_MS = 10000,
     QUIET_S = 2,
@@ -101,8 +101,8 @@ check_nccl(nccl_comm *comm)
 
 /* --- ending NCCL's side ----------------------------------------------------------------------- */
 
-/* Calls ncclCommFinalize and ncclCommDestroy, for a communicator without a failure: peers may still be in its
- * last collective. Finalizing does not end while a graph with the communicator's collectives exists. */
+/* Ends a communicator that has not failed. It is not aborted, because peers may still be in its last
+ * collective. ncclCommFinalize does not end while a graph with collectives of the communicator exists. */
 static bool
 ended_in_peace(nccl_comm *comm)
 {
@@ -123,7 +123,7 @@ is_idle(nccl_comm *comm)
     return fsdpc_nccl_sweep(comm, NULL) == FSDPC_CU_SUCCESS;
 }
 
-/* Ends or aborts NCCL's communicator. True: it stays instead, because a graph may still use it. */
+/* Ends or aborts NCCL's communicator. Returns true if it stays instead, because a graph may still use it. */
 static bool
 end_nccl(nccl_comm *comm)
 {
@@ -133,13 +133,13 @@ end_nccl(nccl_comm *comm)
     bool sound = fsdpc_comm_check(&comm->base) == FSDPC_OK;
     if (handle && sound && idle) {
         if (!comm->has_graphs) {
-            fsdpc_nccl_delist_all(comm); /* a graph would still use what was registered */
+            fsdpc_nccl_delist_all(comm); /* with graphs, these still use the registered memory */
         }
         const bool ended = ended_in_peace(comm);
         stays = !ended && comm->has_graphs; /* an abort would wait for the graphs as well */
         handle = ended || stays ? NULL : handle;
     }
-    /* Cleared before the abort, which may take long: no other thread may use the handle. */
+    /* `handle` is cleared before the abort, which may take long, so that no other thread uses it. */
     comm->handle = NULL;
     pthread_mutex_unlock(&comm->calls);
     if (handle) {
@@ -148,7 +148,7 @@ end_nccl(nccl_comm *comm)
     return stays;
 }
 
-/* NCCL still points to `name` in it, so `comm` is kept, and reachable, so that no leak is reported. */
+/* Keeps `comm`, because NCCL still uses comm->name. The list keeps leak checkers from reporting `comm`. */
 static void
 leave_behind(nccl_comm *comm)
 {
@@ -156,7 +156,7 @@ leave_behind(nccl_comm *comm)
     comm->next_left = atomic_exchange(&left, comm);
 }
 
-/* Frees what `comm` holds and `comm`; but if NCCL's communicator stays (LEFT), `comm` itself stays. */
+/* Frees `comm` and what it holds. If NCCL's communicator stays (LEFT), only `comm` itself is kept. */
 static void
 dispose(nccl_comm *comm)
 {
@@ -187,7 +187,7 @@ dispose(nccl_comm *comm)
 
 /* --- the thread ------------------------------------------------------------------------------- */
 
-/* Sleeps until the next poll, or until there is something to do. Returns the state after that. */
+/* Sleeps until the next poll, or until there is something to do. Returns the state after the sleep. */
 static enum fsdpc_nccl_life
 sleep_until_poll(nccl_comm *comm)
 {
@@ -220,7 +220,7 @@ poll_failures(nccl_comm *comm)
     }
     (void)end_nccl(comm);
     pthread_mutex_lock(&comm->lock);
-    if (comm->life == FSDPC_NCCL_WATCHING) { /* else the owner has stopped the thread meanwhile */
+    if (comm->life == FSDPC_NCCL_WATCHING) { /* else the owner called close or free meanwhile */
         comm->life = FSDPC_NCCL_ABORTED;
     }
     pthread_mutex_unlock(&comm->lock);
@@ -282,7 +282,7 @@ fsdpc_nccl_watch_start(nccl_comm *comm)
     pthread_attr_t attr;
     sigset_t all, before;
     FSDPC_TRY(make_events(comm));
-    comm->life = FSDPC_NCCL_WATCHING; /* before the thread reads it */
+    comm->life = FSDPC_NCCL_WATCHING; /* set before the thread reads `life` */
     int rc = pthread_attr_init(&attr);
     if (rc == 0) {
         pthread_attr_setstacksize(&attr, STACK_BYTES);
@@ -299,8 +299,8 @@ fsdpc_nccl_watch_start(nccl_comm *comm)
     return fsdpc_error_errno(rc, "starting the thread that watches NCCL");
 }
 
-/* Waits until the thread has left, or NCCL has not returned in time; returns the state then. A thread that is
- * still inside NCCL at exit may crash the process, so an orderly end gets the longer limit. */
+/* Waits until the thread has ended or the time limit has passed, and returns the state at that time. The
+ * limit is short after a failure, else long: a thread still inside NCCL at exit may crash the process. */
 static enum fsdpc_nccl_life
 stop_thread(nccl_comm *comm)
 {
@@ -335,7 +335,7 @@ fsdpc_nccl_close(nccl_comm *comm)
     (void)stop_thread(comm);
 }
 
-/* True if the thread has not ended yet, because NCCL has not returned: the thread then frees `comm`. */
+/* If the thread is still waiting for NCCL, leaves the freeing of `comm` to the thread, and returns true. */
 static bool
 orphan(nccl_comm *comm)
 {

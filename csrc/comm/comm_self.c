@@ -1,4 +1,4 @@
-/* The communicator of a group of one: in-place collectives have nothing to do. */
+/* The communicator of a group with one rank: in-place collectives have nothing to do. */
 #include "comm/comm_impl.h"
 #include "base/mem.h"
 #include "base/status.h"

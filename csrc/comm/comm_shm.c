@@ -1,7 +1,7 @@
 /* The communicator of the ranks of one host: rounds over staging memory in the shared segment.
  *
- * Buffers are copied through the stage chunk by chunk. All sums run over the ranks in order. Units
- * share memory instead and copy nothing here (exchange_shared.c).
+ * Buffers are copied through the stage chunk by chunk. All sums add the ranks in order. Values
+ * and gradients of units do not pass through the stage: units share memory (exchange_shared.c).
  *
  * A round is: write to the stage, barrier, read the other ranks' stages. The stage has two halves
  * used in turn; a rank that writes a half for round k + 2 has passed the barrier of round k + 1,
@@ -17,10 +17,10 @@
 #include "base/status.h"
 
 enum {
-    STAGE_BYTES = 512 * 1024, /* of one half: small enough to stay in a cache */
-    TILE_NUMEL = 64 * 1024,   /* sums of 16-bit types go through F32 in tiles */
-    /* Above this size an all_reduce among more than two ranks splits the work among them; below it
-     * every rank does all of it. */
+    STAGE_BYTES = 512 * 1024, /* of one half of a rank's stage: small enough to stay in a cache */
+    TILE_NUMEL = 64 * 1024,   /* elements of a tile: 16-bit types are summed in F32, tile by tile */
+    /* Above this size, an all_reduce among more than two ranks splits the
+     * work among the ranks; up to this size, every rank does all the work. */
     SPLIT_BYTES = 64 * 1024,
 };
 
@@ -34,8 +34,8 @@ enum shm_call_op {
     CALLS,
 };
 
-/* What a rank calls, compared in every round. Ranks that call different collectives, or one collective for
- * different reasons (barrier of a save, barrier of a load), get an error instead of each other's bytes. */
+/* What a rank calls. Every round compares all ranks' calls. Ranks that call different collectives, or one
+ * collective for different reasons (barriers of a save and of a load), get an error, not others' bytes. */
 typedef struct shm_call {
     uint16_t op;
     uint16_t dtype;
@@ -56,7 +56,7 @@ typedef struct shm_group {
     void *map;
     size_t map_bytes;
     shm_call_line *calls; /* one line per rank */
-    char *stage;          /* 2 halves per rank */
+    char *stage;          /* two halves of STAGE_BYTES bytes per rank */
     float *tile;
 } shm_group;
 
@@ -114,7 +114,7 @@ compare_calls(const shm_group *self, int one, int other, int half, const char *w
                              "%s: the ranks call different collectives: rank %d %s, rank %d %s",
                              what, one, here, other, there);
     if ((first->op == CALL_AGREE) != (second->op == CALL_AGREE)) {
-        fsdpc_shm_abort(self->shm, fsdpc_error_text()); /* else agree waits in a 2nd barrier */
+        fsdpc_shm_abort(self->shm, fsdpc_error_text()); /* ends waits in agree's 2nd barrier */
     }
     return status;
 }
@@ -128,7 +128,7 @@ check_calls(const shm_group *self, int half, const char *what)
     return FSDPC_OK;
 }
 
-/* A hash of the first two words of `what` only: ranks may write a path behind them differently. */
+/* Returns a hash of the first two words of `what`. The rest, such as a path, may differ on ranks. */
 static uint64_t
 reason_of(const char *what)
 {
@@ -148,8 +148,8 @@ publish_call(shm_group *self, const shm_call *call, const char *what, int half)
     snprintf(own->what, sizeof own->what, "%s", what);
 }
 
-/* The error of a barrier that returned `status`. After a timeout the calls of the ranks that have come are
- * compared: a mismatch among them is a better error than the name of the rank that is missing. */
+/* Returns the error of a barrier that returned `status`. After a timeout, compares the calls of the ranks
+ * that have come, because a mismatch among them is a better error than the number of a missing rank. */
 static int
 explain(const shm_group *self, int half, int status, const char *what)
 {
@@ -161,8 +161,8 @@ explain(const shm_group *self, int half, int status, const char *what)
     return status;
 }
 
-/* A barrier that publishes `call` and this rank's stage, and checks that all ranks make the same
- * call. */
+/* Publishes `call` and this rank's stage, passes a barrier,
+ * and checks that all ranks make the same call. */
 static int
 join_round(shm_group *self, const shm_call *call, const char *what)
 {
@@ -237,7 +237,7 @@ all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
     return FSDPC_OK;
 }
 
-/* Copies part [at, at + n) of all pieces but this rank's into the stage, a slot for each. */
+/* Copies bytes [at, at + n) of each other rank's piece into this rank's stage, in a slot for each piece. */
 static void
 stage_pieces(shm_group *self, const char *all, size_t piece_bytes, size_t at, size_t n,
              size_t slot_bytes)
@@ -276,7 +276,7 @@ reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, fsdpc_dtype 
     return FSDPC_OK;
 }
 
-/* An all_reduce of one chunk: every rank computes the whole chunk. */
+/* Reduces one chunk for all_reduce: every rank computes the whole chunk. */
 static int
 reduce_whole(shm_group *self, char *chunk, int64_t n, fsdpc_dtype dtype, enum fsdpc_op op,
              const shm_call *call, const char *what)
@@ -290,7 +290,7 @@ reduce_whole(shm_group *self, char *chunk, int64_t n, fsdpc_dtype dtype, enum fs
     return combine(self, chunk, src, dtype, op, n);
 }
 
-/* An all_reduce of one chunk: each rank computes its slice, and a second round spreads the results. */
+/* Reduces one chunk for all_reduce: each rank computes its slice, and a second round spreads the results. */
 static int
 reduce_split(shm_group *self, char *chunk, int64_t n, fsdpc_dtype dtype, enum fsdpc_op op,
              const shm_call *call, const char *what)
@@ -381,11 +381,11 @@ agree(fsdpc_comm *comm, const char *text, const char *what)
     const int agreed = fsdpc_shm_agree(self->shm, text, &wait);
     int status = explain(self, half, agreed, what);
     if (status != agreed) {
-        fsdpc_comm_break(comm, status, fsdpc_error_text()); /* not all ranks find this mismatch */
+        fsdpc_comm_break(comm, status, fsdpc_error_text()); /* some ranks find no mismatch */
         return status;
     }
     if (status == FSDPC_OK || status == FSDPC_E_MISMATCH) {
-        self->round++; /* first: the group outlives a mismatch; slow ranks still read this half */
+        self->round++; /* even if the check fails: slow ranks still read this half */
         FSDPC_TRY(check_calls(self, half, what));
     }
     return status;

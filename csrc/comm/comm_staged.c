@@ -1,5 +1,5 @@
-/* The communicator of GPUs staged through host memory: for several ranks on one GPU where NCCL
- * refuses that, for groups that NCCL does not reach, and to separate NCCL's faults from others.
+/* A communicator of GPUs, staged through host memory: for several ranks on one GPU where NCCL
+ * refuses that, for groups that NCCL does not reach, and to tell faults of NCCL from other faults.
  *
  * Each collective copies to pinned memory on the device's current stream, waits for the copy, runs
  * the inner communicator's collective on the host, copies back and waits again: two host syncs,
@@ -13,11 +13,11 @@
 
 typedef struct staged_comm {
     fsdpc_comm base;
-    fsdpc_comm_ops ops; /* a copy per communicator: kind and caps are the inner one's */
+    fsdpc_comm_ops ops; /* this communicator's table, with the kind and caps of `inner` */
     fsdpc_comm *inner;  /* borrowed until `release` is called */
     void (*release)(void *context);
     void *context;
-    char *room; /* pinned; grows to the largest collective */
+    char *room; /* pinned memory, as large as the largest collective so far */
     size_t room_bytes;
 } staged_comm;
 
@@ -56,7 +56,7 @@ make_room(staged_comm *self, size_t bytes)
     return FSDPC_OK;
 }
 
-/* Copies from the device at `buffer` + `at` to the same place of `room`. Host sync. */
+/* Copies from the device at `buffer` + `at` to `room` + `at`. This is a host sync. */
 static int
 fetch(staged_comm *self, const void *buffer, size_t at, size_t bytes, const char *what)
 {
@@ -65,7 +65,7 @@ fetch(staged_comm *self, const void *buffer, size_t at, size_t bytes, const char
     return fsdpc_comm_drain(&self->base, what);
 }
 
-/* Copies from `room` to the device. Host sync, so that `room` may be reused. */
+/* Copies from `room` to the device. This is a host sync, so that `room` may be reused. */
 static int
 put_back(staged_comm *self, void *buffer, size_t at, size_t bytes, const char *what)
 {

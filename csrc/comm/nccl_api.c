@@ -67,8 +67,8 @@ fill(void *library, fsdpc_nccl *nccl)
     return FSDPC_OK;
 }
 
-/* NCCL reads this variable when a communicator starts, from the environment or from its configuration
- * files. Only the environment is checked here. */
+/* NCCL reads NCCL_COMM_BLOCKING when a communicator starts, from the environment
+ * or from its configuration files. Only the environment is checked here. */
 static int
 check_environment(void)
 {

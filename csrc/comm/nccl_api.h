@@ -1,4 +1,4 @@
-/* NCCL without its header: our own declarations of what we call, found at run time.
+/* Declarations of the NCCL functions that we call, without NCCL's header. NCCL is loaded at run time.
  *
  * The name libnccl.so.2 without a folder resolves to the copy that torch has loaded. FSDPC_LIBNCCL names
  * another file, which is loaded with RTLD_DEEPBIND, so that its calls stay within that file. Types and
@@ -108,16 +108,16 @@ typedef struct fsdpc_nccl {
     FSDPC_NCCL_ENTRIES(FSDPC_NCCL_FIELD)
 #undef FSDPC_NCCL_FIELD
     int version;    /* 22803 is 2.28.3 */
-    char path[256]; /* of the library; "" if unknown */
+    char path[256]; /* of the loaded library; "" if unknown */
 } fsdpc_nccl;
 
-/* Loads NCCL at the first call. Optional entries are NULL if the library lacks them. FSDPC_E_UNAVAILABLE if
- * there is no library, if it is older than 2.18, or if NCCL_COMM_BLOCKING is set (not 0); the next call tries
- * again. Thread safe. *out has static storage. */
+/* Loads NCCL at the first call. Optional entries are NULL if the library lacks them. Fails with
+ * FSDPC_E_UNAVAILABLE if there is no library, if it is older than 2.18, or if NCCL_COMM_BLOCKING
+ * is set (not 0); the next call then tries again. Thread safe. *out has static storage. */
 int fsdpc_nccl_get(const fsdpc_nccl **out);
-/* NCCL's element type for `dtype`: FSDPC_NCCL_UINT8 for FSDPC_BYTES. */
+/* Returns NCCL's element type for `dtype`; FSDPC_NCCL_UINT8 for FSDPC_BYTES. */
 fsdpc_nccl_type fsdpc_nccl_type_of(fsdpc_dtype dtype);
-/* A configuration for non-blocking calls; all other settings are unset. */
+/* Returns a configuration for non-blocking calls. All other settings are unset. */
 fsdpc_nccl_config fsdpc_nccl_config_new(void);
 
 #endif

@@ -122,7 +122,7 @@ fail:
     if (library) {
         dlclose(library);
     }
-forget: /* a driver that was started once may have threads: its library stays */
+forget: /* a driver that was started once may have threads, so its library stays loaded */
     memset(driver, 0, sizeof *driver);
     return status;
 }
@@ -170,7 +170,7 @@ fsdpc_cuda_check(const fsdpc_cuda_driver *driver, fsdpc_cu_result result, const 
     if (result == FSDPC_CU_NOT_INITIALIZED) {
         return fsdpc_error(status_of(result), "%s: %s", what, FORKED);
     }
-    /* error_name and error_string give NULL for an unknown result. */
+    /* For an unknown result error_name and error_string return NULL. */
     (void)driver->error_name(result, &name);
     (void)driver->error_string(result, &text);
     return fsdpc_error(status_of(result), "%s: %s (%u): %s", what,

@@ -1,4 +1,4 @@
-/* The CUDA driver without CUDA: our own declarations of what we call, found at run time.
+/* Declarations of the CUDA driver's functions that we call, without CUDA's headers; found at run time.
  *
  * Nothing of CUDA is needed to build, link or import. The library is opened and initialised by the
  * first fsdpc_cuda_driver_get(), never earlier, so that a process can fork as long as it has not touched a
@@ -59,7 +59,7 @@ enum {
     FSDPC_CU_ACCESS_READWRITE = 3,
     FSDPC_CU_GRANULARITY_RECOMMENDED = 1,
     FSDPC_CU_LEGACY_STREAM = 1,   /* a flag of cuGetProcAddress */
-    FSDPC_CU_CAPTURE_RELAXED = 2, /* this thread's calls end no capture of another thread */
+    FSDPC_CU_CAPTURE_RELAXED = 2, /* a mode: during captures this thread may make any call */
 };
 
 typedef struct fsdpc_cu_location {
@@ -162,18 +162,18 @@ typedef struct fsdpc_cuda_driver {
 #undef FSDPC_CUDA_FIELD
     int version;      /* of the driver: 12040 is 12.4 */
     int device_count; /* > 0 */
-    bool stand_in;    /* simulated: device memory is host memory */
+    bool stand_in;    /* true: a simulated driver, whose device memory is host memory */
 } fsdpc_cuda_driver;
 
-/* The initialised driver; entries that are not required may be NULL for an old driver. FSDPC_E_UNAVAILABLE
- * with one sentence when there is no library, only the toolkit's stub, no GPU, or a driver older
- * than 12.0. A failure is not remembered: the next call tries again. Thread
- * safe. */
+/* Returns the initialised driver. Entries that are not required may be NULL
+ * for an old driver. Fails with FSDPC_E_UNAVAILABLE and a text of one sentence
+ * if there is no library, only the toolkit's stub, no GPU, or a driver older
+ * than 12.0. The next call after a failure tries again. Thread safe. */
 int fsdpc_cuda_driver_get(const fsdpc_cuda_driver **out);
 
-/* A driver's result as a status. Its text is the given words, then the driver's name and text for the result.
- * Success is FSDPC_OK, out of memory FSDPC_E_DEVMEM; not initialised, no device or not supported is
- * FSDPC_E_UNAVAILABLE; the rest is FSDPC_E_INTERNAL. */
+/* Converts a driver's result to a status. The error text is the given words, then the driver's name
+ * and text for the result. Success is FSDPC_OK, out of memory is FSDPC_E_DEVMEM; not initialised,
+ * no device and not supported are FSDPC_E_UNAVAILABLE; all other results are FSDPC_E_INTERNAL. */
 int fsdpc_cuda_check(const fsdpc_cuda_driver *driver, fsdpc_cu_result result, const char *format,
                      ...) __attribute__((format(printf, 3, 4)));
 

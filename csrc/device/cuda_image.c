@@ -1,4 +1,4 @@
-/* The kernels' image, put into this object by the assembler. See cuda_image.h and setup.py. */
+/* The kernels' machine code, which the assembler puts into this object. See cuda_image.h and setup.py. */
 #include "device/cuda_image.h"
 
 #ifdef FSDPC_CUDA_IMAGE

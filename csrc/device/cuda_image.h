@@ -4,8 +4,8 @@
 
 #include <stddef.h>
 
-/* A fatbin for sm_80, sm_90 and sm_100, and with PTX for newer GPUs; NULL and 0 bytes in an extension that
- * was built without nvcc. Static storage. */
+/* Returns a fatbin with code for sm_80, sm_90 and sm_100, and with PTX for newer GPUs. Returns
+ * NULL, and 0 bytes, in an extension that was built without nvcc. The image has static storage. */
 const void *fsdpc_cuda_image(size_t *bytes);
 
 #endif

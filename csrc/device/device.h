@@ -1,8 +1,8 @@
-/* A device: memory, order of work, and the kernels of kernels.h on it.
+/* The interface of a device: its memory, its streams, and the kernels of kernels.h on it.
  *
- * The `cpu` device runs everything at once on the calling thread and its helper threads; a device
- * with streams (a GPU) enqueues. Callers see one interface. In the implementer's table (device_impl.h)
- * entries that are marked (optional) may be NULL; the table names what happens then.
+ * The `cpu` device runs all work at once, on the calling thread and its helper threads. A device with
+ * streams (a GPU) enqueues work. Callers see one interface. In the implementer's table (device_impl.h),
+ * entries that are marked (optional) may be NULL; the table says what happens if they are.
  */
 #ifndef FSDPC_DEVICE_H
 #define FSDPC_DEVICE_H
@@ -17,7 +17,7 @@
 #include "steps.h"
 
 typedef struct fsdpc_device fsdpc_device;
-/* The driver's own handle: torch's `stream.cuda_stream` is one. NULL is the default stream. */
+/* A stream is the driver's own handle, such as torch's `stream.cuda_stream`. NULL is the default stream. */
 typedef struct fsdpc_stream fsdpc_stream;
 
 /* Which memory a caller's buffer lies in. On the CPU device the two kinds mean the same memory. */
@@ -30,48 +30,49 @@ typedef struct fsdpc_device_caps {
     /* A GPU with a simulated driver: its memory is host memory, and tensors in it are CPU tensors. */
     bool stand_in;
     int ordinal;        /* the GPU's number among this process's GPUs, -1 for the CPU */
-    size_t align_bytes; /* wanted alignment of parameters and shard cuts */
+    size_t align_bytes; /* preferred alignment of parameters and of the ends of shards */
     const char *note;   /* one sentence that users should see once, or NULL */
 } fsdpc_device_caps;
 
 /* The process-wide CPU device, made on first call with the kernels of this processor and
  * `FSDPC_NUM_THREADS` (default: 1) threads. Never freed. Thread safe. */
 int fsdpc_device_cpu(fsdpc_device **out);
-/* The process-wide device of one GPU, made on first call in its primary context (torch's), with all
- * kernels loaded. Never freed. Thread safe. FSDPC_E_UNAVAILABLE, with a text of one sentence,
- * without such a GPU, without a driver, or without kernels in this extension. */
+/* Returns the process-wide device of one GPU, made on first call in the GPU's primary context
+ * (torch's), with all kernels loaded. Never freed. Thread safe. Fails with FSDPC_E_UNAVAILABLE, and
+ * a text of one sentence, if there is no such GPU, no driver, or no kernels in this extension. */
 int fsdpc_device_cuda(int ordinal, fsdpc_device **out);
-/* Number of threads that big kernels may use, the caller included (1..256). Local. */
+/* Sets the number of threads that big kernels may use, the caller included (1..256). Local. */
 int fsdpc_device_set_threads(fsdpc_device *device, int threads);
 int fsdpc_device_threads(const fsdpc_device *device);
 const char *fsdpc_device_name(const fsdpc_device *device);         /* "cpu" */
 const char *fsdpc_device_kernels_name(const fsdpc_device *device); /* "avx512" */
 const fsdpc_device_caps *fsdpc_device_get_caps(const fsdpc_device *device);
 
-/* A zeroed block, aligned to caps.align_bytes or more; the CPU's to 4096, and from 2 MiB on to 2 MiB, with
- * huge pages where the kernel gives them. `bytes` 0 gives NULL. FSDPC_E_NOMEM or FSDPC_E_DEVMEM. */
+/* Allocates a zeroed block, aligned to caps.align_bytes or more (CPU: to 4096 bytes; from 2 MiB on to 2
+ * MiB, with huge pages if possible). 0 bytes give NULL. Fails with FSDPC_E_NOMEM or FSDPC_E_DEVMEM. */
 int fsdpc_device_alloc(fsdpc_device *device, size_t bytes, void **out);
-/* `bytes`: as given to alloc; `block`: NULL is allowed. The host waits for this thread's current stream, the
- * default stream and the device's own streams. */
+/* Frees a block. `bytes` is as given to alloc; `block` may be NULL. The host waits for
+ * this thread's current stream, the default stream and the device's own streams. */
 void fsdpc_device_free(fsdpc_device *device, void *block, size_t bytes);
-/* The caller no longer needs the values of a whole block of fsdpc_device_alloc: its physical memory may go.
- * Until they are written again, the block's bytes have any value. */
+/* Discards the values of a whole block of fsdpc_device_alloc, so that its physical
+ * memory may be freed. The block's bytes are undefined until they are written again. */
 int fsdpc_device_discard(fsdpc_device *device, void *block, size_t bytes);
 
-/* A foreign allocator (device_alloc.c): with torch's, one caching allocator serves torch and fsdpc. */
+/* A foreign allocator (device_alloc.c). If torch's is set, one caching allocator serves torch and fsdpc. */
 typedef struct fsdpc_allocator {
     void *context;
-    /* A block of undefined contents, aligned to caps.align_bytes or more, for use on `stream` and, after
-     * events, on other streams. Returns a status with a text. */
+    /* Allocates a block of undefined contents, aligned to caps.align_bytes or more, for use on
+     * `stream`. Other streams first wait for `stream` by events. Returns a status; a failure sets a text. */
     int (*alloc)(void *context, size_t bytes, fsdpc_stream *stream, void **out);
-    void (*free)(void *context, void *block); /* no work of the device uses the block */
+    void (*free)(void *context, void *block); /* called once no work uses the block any more */
     void (*trim)(void *context);              /* (optional) returns unused memory to the driver */
-    void (*release)(void *context); /* (optional) called once, after replacement and last free */
+    /* (optional) Called once, when another allocator has been set and all blocks have been freed. */
+    void (*release)(void *context);
 } fsdpc_allocator;
-/* Sets the allocator of later fsdpc_device_alloc calls; NULL: the device's own. A block is freed by the
- * allocator that made it. Copies the table. FSDPC_E_NOMEM. */
+/* Sets the allocator of later fsdpc_device_alloc calls; NULL selects the device's own memory. A block is
+ * freed by the allocator that made it. Copies the table. Fails with FSDPC_E_NOMEM if memory is short. */
 int fsdpc_device_set_allocator(fsdpc_device *device, const fsdpc_allocator *allocator);
-/* Bytes of live blocks of all foreign allocators. */
+/* Returns the bytes of all live blocks that foreign allocators made. */
 size_t fsdpc_device_foreign_bytes(const fsdpc_device *device);
 
 /* The kernels, split over threads when the buffer is large. Arguments are checked: an unknown
@@ -107,44 +108,45 @@ int fsdpc_device_zero(fsdpc_device *device, void *dst, size_t bytes);
 
 typedef struct fsdpc_event fsdpc_event;
 
-/* A non-blocking stream (no implicit wait for the default stream); `urgent`: of high priority. */
+/* Makes a non-blocking stream, without implicit waits for the default stream. `urgent`: high priority. */
 int fsdpc_device_stream_new(fsdpc_device *device, bool urgent, fsdpc_stream **out);
-/* Work may still be in flight on the stream. NULL is allowed. */
+/* Frees a stream, on which work may still be in flight. NULL is allowed. */
 void fsdpc_device_stream_free(fsdpc_device *device, fsdpc_stream *stream);
-/* Makes any stream of the device this thread's current stream, and returns the previous one. */
+/* Makes `stream`, any stream of the device, this thread's current stream. Returns the previous one. */
 fsdpc_stream *fsdpc_device_use(fsdpc_device *device, fsdpc_stream *stream);
 fsdpc_stream *fsdpc_device_current(fsdpc_device *device);
 
-/* Events come from a pool of the device: no driver call once the pool is filled. An event may be recorded
- * again or freed as soon as the waits for it have been queued. */
+/* Takes an event from the device's pool; no driver call is made once the pool is filled.
+ * An event may be recorded again or freed as soon as the waits for it have been queued. */
 int fsdpc_device_event_new(fsdpc_device *device, fsdpc_event **out);
 void fsdpc_device_event_free(fsdpc_device *device, fsdpc_event *event);
-/* *id != 0: the current stream is being captured into a graph; *id names the capture. Then the host must
- * not poll or wait, and events recorded outside of this capture have no effect: the launch of the graph
- * is ordered by its caller. */
+/* Sets *id to the number of the capture if the current stream is being captured into a graph,
+ * else to 0. During a capture the host must not poll or wait, and events that were recorded
+ * outside of the capture have no effect: the caller must order the launch of the graph. */
 int fsdpc_device_capture(fsdpc_device *device, uint64_t *id);
-/* The event stands for all work queued so far on the current stream. */
+/* Records the event behind all work that has been queued on the current stream so far. */
 int fsdpc_device_record(fsdpc_device *device, fsdpc_event *event);
 /* Later work on the current stream waits for the event; the host does not. */
 int fsdpc_device_wait(fsdpc_device *device, fsdpc_event *event);
-/* *done: whether the work of the event is done (true for an event that was never recorded). */
+/* Sets *done to true if the work before the event is done, or if the event was never recorded. */
 int fsdpc_device_poll(fsdpc_device *device, fsdpc_event *event, bool *done);
-/* The host waits for the event. FSDPC_E_TIMEOUT, naming `what`, after `timeout` seconds. */
+/* Waits on the host for the event. Fails with FSDPC_E_TIMEOUT, naming `what`, after `timeout` seconds. */
 int fsdpc_device_finish(fsdpc_device *device, fsdpc_event *event, double timeout, const char *what);
-/* Number of host syncs so far, by finish and within other calls: no profiler shows them, as they poll. */
+/* Returns how often the host has waited, in fsdpc_device_finish and other calls. A profiler does not show
+ * these waits, because they poll. */
 int64_t fsdpc_device_waits(const fsdpc_device *device);
-/* Bytes of the GPU that no process uses, and all bytes of the GPU; both are 0 for the CPU device. */
+/* Gets the bytes of the GPU that no process uses, and all bytes of the GPU; both are 0 for the CPU device. */
 int fsdpc_device_free_bytes(fsdpc_device *device, size_t *free_bytes, size_t *total);
 
 /* --- host memory and copies (device_memory.c) ------------------------------------------------------ */
 
-/* Zeroed pinned host memory; FSDPC_E_NOMEM. */
+/* Allocates zeroed pinned host memory. Fails with FSDPC_E_NOMEM if memory is short. */
 int fsdpc_device_host_alloc(fsdpc_device *device, size_t bytes, void **out);
 void fsdpc_device_host_free(fsdpc_device *device, void *block, size_t bytes);
 /* Asynchronous: until the copy is done the caller keeps the host memory and does not change it. */
 int fsdpc_device_copy_in(fsdpc_device *device, void *dst, const void *host, size_t bytes);
 int fsdpc_device_copy_out(fsdpc_device *device, void *host, const void *src, size_t bytes);
-/* A copy within the device's memory; the two ranges do not overlap. */
+/* Copies within the device's memory. The two ranges must not overlap. */
 int fsdpc_device_copy(fsdpc_device *device, void *dst, const void *src, size_t bytes);
 
 /* --- addresses and pieces of memory (device_memory.c) -----------------------------------------------
@@ -163,9 +165,9 @@ typedef struct fsdpc_piece fsdpc_piece;
 /* Sizes of reservations and pieces are multiples of this number of bytes. */
 size_t fsdpc_device_grain(const fsdpc_device *device);
 int fsdpc_device_reserve(fsdpc_device *device, size_t bytes, void **out);
-/* No piece may be mapped at the address any more. */
+/* Frees a reserved address. No piece may be mapped at the address any more. */
 void fsdpc_device_unreserve(fsdpc_device *device, void *address, size_t bytes);
-/* FSDPC_E_DEVMEM. The caller owns the piece until piece_free; a mapping keeps the memory alive longer. */
+/* Allocates a piece, or fails with FSDPC_E_DEVMEM. A mapping keeps the memory alive after piece_free. */
 int fsdpc_device_piece_new(fsdpc_device *device, size_t bytes, fsdpc_piece **out);
 void fsdpc_device_piece_free(fsdpc_device *device, fsdpc_piece *piece);
 /* Maps the whole piece at a reserved address that has no mapping. */
@@ -174,38 +176,39 @@ int fsdpc_device_hide(fsdpc_device *device, void *address, fsdpc_piece *piece);
 
 /* --- many tensors at once (device_pack.c) ---------------------------------------------------------- */
 
-/* Where one tensor goes in a flat buffer. */
+/* The place of one tensor in a flat buffer. */
 typedef struct fsdpc_pack_target {
     int64_t n;
     size_t offset; /* in bytes; a multiple of the element's size */
     fsdpc_dtype dtype;
 } fsdpc_pack_target;
-/* A tensor to pack. data NULL: zeros are written for it. strides NULL: contiguous, shape is not read. */
+/* A tensor to pack. data NULL: zeros are written. strides NULL: it is contiguous, and shape is not read. */
 typedef struct fsdpc_pack_source {
     const void *data;
     fsdpc_dtype dtype;
     int ndim;
     const int64_t *shape, *strides;
-    bool add; /* fsdpc_device_pack_onto adds it to the base */
+    bool add; /* true: fsdpc_device_pack_onto adds the tensor to the base */
 } fsdpc_pack_source;
 typedef struct fsdpc_pack_plan fsdpc_pack_plan;
 
-/* Where a target's elements lie in a second buffer, the base, as F32 or F64 and aligned to their size. */
+/* The place of a target's elements in a second buffer, the base: F32 or F64, aligned to their size. */
 typedef struct fsdpc_pack_base {
     size_t offset;
     fsdpc_dtype dtype;
 } fsdpc_pack_base;
 
-/* A plan to pack tensors into a buffer of `bytes` bytes: targets by rising offset, without overlap, with a
- * base for each (bases NULL: no source is ever added). Gaps between targets become zeros, unless keep_gaps
- * leaves them unchanged. Made once for a unit. FSDPC_E_INVAL, FSDPC_E_NOMEM, FSDPC_E_DEVMEM. */
+/* Makes a plan to pack tensors into a buffer of `bytes` bytes, once for a unit. Targets have rising offsets
+ * and do not overlap. Each has a base (`bases` NULL: no source is ever added). Gaps between targets become
+ * zeros, or stay unchanged with keep_gaps. Fails with FSDPC_E_INVAL, FSDPC_E_NOMEM or FSDPC_E_DEVMEM. */
 int fsdpc_device_pack_plan(fsdpc_device *device, const fsdpc_pack_target *targets,
                            const fsdpc_pack_base *bases, int count, size_t bytes, bool keep_gaps,
                            fsdpc_pack_plan **out);
 void fsdpc_device_pack_plan_free(fsdpc_device *device, fsdpc_pack_plan *plan);
-/* Packs one source per target, with as many elements. Where sources[i].add, the target becomes the base plus
- * source * scale, in the base's type, rounded once (source without data: the base's values). `base` may be
- * NULL if no source is added, and `buffer` if offsets and types agree. One launch on a device that queues. */
+/* Packs one source per target, with as many elements as the target. If sources[i].add is true, the
+ * target becomes base + source * scale in the base's type, rounded once (a source without data adds nothing).
+ * `base` may be NULL if no source is added, and may be `buffer` if offsets and types agree. One launch on a
+ * device that queues. */
 int fsdpc_device_pack_onto(fsdpc_device *device, const fsdpc_pack_plan *plan, void *buffer,
                            const void *base, const fsdpc_pack_source *sources, double scale);
 
@@ -217,24 +220,24 @@ int fsdpc_device_pack_onto(fsdpc_device *device, const fsdpc_pack_plan *plan, vo
  */
 enum { FSDPC_NORM_PART_BYTES = 24 };
 int64_t fsdpc_device_norm_parts(const fsdpc_device *device, int64_t n);
-/* Elements of one dtype, n > 0. */
+/* A contiguous run of n > 0 elements of one dtype. */
 typedef struct fsdpc_stretch {
     void *data;
     int64_t n;
     fsdpc_dtype dtype;
 } fsdpc_stretch;
-/* Writes the sum of |x|^p to `parts`, stretch by stretch; for p 2 also the largest |x| and whether all x are
- * finite. p > 0, finite. One launch for up to 128 stretches. */
+/* Writes the sums of |x|^p to `parts`, stretch by stretch; if p is 2, also the largest |x| and
+ * whether all x are finite. p is positive and finite. One launch for up to 128 stretches. */
 int fsdpc_device_norm_into(fsdpc_device *device, const fsdpc_stretch *list, int count, double p,
                            void *parts);
-/* *total, itself one part, becomes the sum of `count` parts; with `add`, *total plus this sum. */
+/* Sets *total, itself one part, to the sum of `count` parts; with `add`, adds this sum to *total. */
 int fsdpc_device_norm_total(fsdpc_device *device, const void *parts, int64_t count, bool add,
                             void *total);
 /* Writes two doubles on the device: out[0] = the norm of order p, out[1] = the factor
  * min(1, max_norm / (norm + 1e-6)). */
 int fsdpc_device_clip_factor(fsdpc_device *device, const void *total, double p, double max_norm,
                              double *out);
-/* x[i] *= *factor, a double on the device; if that is 1, no x is read or written. Launches as norm_into. */
+/* x[i] *= *factor, a double on the device. A factor of 1 leaves x alone. As many launches as norm_into. */
 int fsdpc_device_scale_by(fsdpc_device *device, const fsdpc_stretch *list, int count,
                           const double *factor);
 
@@ -248,22 +251,23 @@ typedef struct fsdpc_steps {
     fsdpc_step_control control;
     const fsdpc_step_tensor *tensors; /* in host memory, read before the call returns */
     int count;
-    const fsdpc_step_codes *codes; /* the maps of m and of v, for states of 8 bits; host memory */
-    void *scratch;                 /* count * FSDPC_STEP_SCRATCH bytes, in use till the step ends */
+    /* In host memory, for states of 8 bits: codes[0] maps m to codes, and codes[1] maps v to codes. */
+    const fsdpc_step_codes *codes;
+    void *scratch; /* count * FSDPC_STEP_SCRATCH bytes, in use until the step ends */
 } fsdpc_steps;
 enum { FSDPC_STEP_SCRATCH = 256 };
-/* One step of all tensors: a launch per 32 tensors for their numbers, and one for all elements (two where
- * float64 is among other types). A tensor without elements has its step counted. FSDPC_E_INVAL: memory that
- * is not aligned to its type. */
+/* Steps all tensors: one launch per 32 tensors fills their entries in `scratch`, and one launch steps
+ * all elements (two if tensors of float64 and of other types are mixed). A tensor without elements
+ * only counts the step. Fails with FSDPC_E_INVAL if memory is not aligned to its type. */
 int fsdpc_device_step(fsdpc_device *device, const fsdpc_steps *steps);
-/* n elements of F32, BF16 or F16 to codes and one scale per FSDPC_STEP_BLOCK elements, and back. */
+/* Convert n elements of F32, BF16 or F16 to codes, with one scale per FSDPC_STEP_BLOCK elements, and back. */
 int fsdpc_device_pack8(fsdpc_device *device, const void *values, fsdpc_dtype type, int64_t n,
                        int8_t *codes, float *scales);
 int fsdpc_device_unpack8(fsdpc_device *device, const int8_t *codes, const float *scales, int64_t n,
                          void *values, fsdpc_dtype type);
 
-/* Pieces of a matrix of floats; each piece is coded by itself (csrc/codec/codec.h). As values the pieces lie
- * end to end. As codes each piece begins `stride` bytes behind the begin of the previous one. */
+/* Pieces of a matrix of floats, each of which is coded by itself (csrc/codec/codec.h). In `values` the
+ * pieces are contiguous. In `coded` each piece begins `stride` bytes after the begin of the previous one. */
 typedef struct fsdpc_coding {
     fsdpc_codec codec;
     int pieces;
@@ -274,21 +278,21 @@ typedef struct fsdpc_coding {
     size_t stride;
     float *lost; /* one per value, or NULL; see fsdpc_codec_encode */
 } fsdpc_coding;
-/* Encode: values to codes; with FSDPC_UNCODED the codes are copies of the values. Decode: codes to values;
- * FSDPC_E_INVAL for FSDPC_UNCODED. One launch for up to 48 codings; the list is read before the call
- * returns. */
+/* Encode values to codes, or decode codes to values. With FSDPC_UNCODED,
+ * encoding copies the values, and decoding fails with FSDPC_E_INVAL. One
+ * launch for up to 48 codings; the list is read before the call returns. */
 int fsdpc_device_encode(fsdpc_device *device, const fsdpc_coding *list, int count);
 int fsdpc_device_decode(fsdpc_device *device, const fsdpc_coding *list, int count);
 
-/* Pieces of several ranks and their sum. from.values: this rank's own piece. from.coded: the first other
- * rank's piece, coded; the next rank's from.stride bytes behind (FSDPC_UNCODED: values of from.type). */
+/* Pieces of several ranks and their sum. from.values is this rank's own piece. from.coded holds the other
+ * ranks' pieces, from.stride bytes apart, as codes (with FSDPC_UNCODED: as values of from.type). */
 typedef struct fsdpc_landed {
     fsdpc_coding from;
     void *sum;
     fsdpc_dtype sum_type;
 } fsdpc_landed;
-/* Sums as fsdpc_device_reduce: the decoded pieces of `senders` ranks, in their order; this rank has the
- * number `own`. One launch for up to 40 sums. */
+/* Sums the decoded pieces of `senders` ranks in rank order, as fsdpc_device_reduce
+ * does. `own` is this rank's number among the senders. One launch for up to 40 sums. */
 int fsdpc_device_sum_landed(fsdpc_device *device, const fsdpc_landed *list, int count, int senders,
                             int own, double scale, bool add);
 

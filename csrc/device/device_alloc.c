@@ -1,8 +1,8 @@
-/* Memory of a device: its own, or a foreign allocator's.
+/* The memory of a device: the device's own, or a foreign allocator's.
  *
- * A block refers to its allocator, which frees the block even after another allocator was set. An
- * allocator lives until its last block is freed. Callbacks run without the lock: they may take locks of
- * their own (an interpreter's).
+ * A block refers to its allocator, which frees the block even after another
+ * allocator was set. An allocator lives until its last block is freed. Callbacks run
+ * without the lock, because they may take locks of their own (an interpreter's).
  */
 #include "device/device_impl.h"
 
@@ -29,7 +29,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* --- allocators ---------------------------------------------------------------------------------- */
 
-/* The device's foreign allocator, with a reference that the caller drops; NULL: none is set. */
+/* Returns the device's foreign allocator, with a reference that the caller drops, or NULL if none is set. */
 static struct fsdpc_source *
 take_source(fsdpc_device *device)
 {
@@ -98,7 +98,7 @@ fsdpc_device_foreign_bytes(const fsdpc_device *device)
 
 /* --- blocks --------------------------------------------------------------------------------------- */
 
-/* Zeroes a block; the host waits for that, so that the block is zero for every stream. */
+/* Zeroes a block. The host waits until this is done, so that the block is zero for every stream. */
 static int
 zero(fsdpc_device *device, void *block, size_t bytes)
 {
@@ -181,7 +181,7 @@ fsdpc_device_alloc(fsdpc_device *device, size_t bytes, void **out)
                   : device->i->alloc(device->context, bytes, out);
 }
 
-/* Takes the block at an address off the list; NULL: the memory is the device's own. */
+/* Removes the block at an address from the list. Returns NULL if the memory is the device's own. */
 static struct fsdpc_block *
 take_block(fsdpc_device *device, const void *address)
 {

@@ -23,9 +23,9 @@ enum {
     PAGE_BYTES = 4096,
     HUGE_BYTES = 2 << 20,
     CACHE_LINE_BYTES = 64,
-    PART_BYTES = 256 << 10, /* less than this is not worth waking a thread for */
+    PART_BYTES = 256 << 10, /* of a part, at least: less is not worth waking a thread */
     PART_ITEMS = 1024,      /* parts start at multiples of this, so never inside a cache line */
-    PARTS_PER_THREAD = 4,   /* evens out threads that lose their processor for a while */
+    PARTS_PER_THREAD = 4,   /* so that a thread that is preempted delays the loop less */
     NORM_PARTS = 256,
     NORM_PART_ITEMS = 32 << 10,
     SOURCES_MAX = 256, /* a reduce of more sources than this stays on one thread */
@@ -90,7 +90,7 @@ cpu_free(void *context, void *block, size_t bytes)
     munmap(block, mapped_bytes(bytes));
 }
 
-/* Private pages that were given up read as zeros and come back when they are written. */
+/* Gives up private pages. They read as zeros, and get memory again when they are written. */
 static int
 cpu_discard(void *context, void *block, size_t bytes)
 {
@@ -103,7 +103,7 @@ cpu_discard(void *context, void *block, size_t bytes)
 
 /* --- parallel loops ------------------------------------------------------------------------ */
 
-/* One kernel call; each task below reads the fields that its kernel has. */
+/* One kernel call. Each task below reads the fields that its kernel needs. */
 struct call {
     const fsdpc_kernels *kernels;
     char *dst;
@@ -115,7 +115,7 @@ struct call {
     bool add;
 };
 
-/* How many items a part has, if n items are cut into at most `parts` parts of at least `least` items. */
+/* Returns the size of a part, if n items are cut into at most `parts` parts of at least `least` items. */
 static int64_t
 part_items(int64_t n, int64_t parts, int64_t least)
 {
@@ -275,7 +275,7 @@ norm_task(void *context, int64_t begin, int64_t end)
 static double
 larger(double a, double b)
 {
-    return isnan(a) || a >= b ? a : b; /* b if b is NaN, as no comparison holds then */
+    return isnan(a) || a >= b ? a : b; /* returns b if b is NaN, as no comparison holds then */
 }
 
 static fsdpc_norm
@@ -421,7 +421,7 @@ set_up(void)
     return FSDPC_OK;
 }
 
-/* A failed first call leaves nothing behind: the next call tries again. */
+/* If the first call fails, it undoes its work, and the next call tries again. */
 int
 fsdpc_device_cpu(fsdpc_device **out)
 {

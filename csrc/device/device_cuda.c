@@ -1,8 +1,8 @@
 /* The CUDA device: one GPU in its primary context. See device.h, device_cuda_impl.h.
  *
  * Everything that a step needs is made here or when a unit is set up: the context, the loaded
- * kernels, memory. A step then only records and waits for events, launches, and copies; in a step the
- * host waits for the GPU only in fsdpc_device_finish, which has a deadline.
+ * kernels, memory. A step then only records events, waits for events on streams, launches kernels and
+ * copies. In a step the host waits for the GPU only in fsdpc_device_finish, which has a deadline.
  */
 #include "device/device_cuda_impl.h"
 
@@ -184,7 +184,7 @@ fail:
     return status;
 }
 
-/* A failed first call leaves nothing behind: the next call tries again. */
+/* If the first call fails, it undoes its work, and the next call tries again. */
 int
 fsdpc_device_cuda(int ordinal, fsdpc_device **out)
 {

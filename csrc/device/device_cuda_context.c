@@ -1,4 +1,4 @@
-/* The context that calls of the driver work in. */
+/* The CUDA context in which the driver is called. */
 #include "device/device_cuda_impl.h"
 
 int

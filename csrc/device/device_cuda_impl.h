@@ -1,4 +1,4 @@
-/* What the files of the CUDA device share. */
+/* Types and functions that the files of the CUDA device share. */
 #ifndef FSDPC_DEVICE_CUDA_IMPL_H
 #define FSDPC_DEVICE_CUDA_IMPL_H
 
@@ -37,7 +37,7 @@ struct fsdpc_cuda {
 
     bool virtual_memory;
     size_t granule;
-    fsdpc_cu_memory memory; /* how physical memory is requested */
+    fsdpc_cu_memory memory; /* properties of the physical memory that is requested */
 
     pthread_mutex_t lock; /* guards the lists below */
     fsdpc_event *events;  /* the pool: events that are not in use */
@@ -46,12 +46,12 @@ struct fsdpc_cuda {
 
     _Atomic int64_t waits; /* how often the host has waited */
 
-    pthread_mutex_t norm_lock; /* guards the memory below: one norm for the host at a time */
-    void *norm_parts;          /* on the device; the total lies behind the parts */
+    pthread_mutex_t norm_lock; /* guards the memory below, which one norm at a time uses */
+    void *norm_parts;          /* device memory; the total lies behind the parts */
     void *norm_host;           /* pinned */
 };
 
-/* FSDPC_TRY for a call of the driver; the text names its purpose. */
+/* FSDPC_TRY for a call of the driver. The text behind the call names the call's purpose. */
 #define FSDPC_CU(cuda, call, ...) \
     FSDPC_TRY(fsdpc_cuda_check((cuda)->driver, (cuda)->driver->call, __VA_ARGS__))
 
@@ -63,7 +63,7 @@ fsdpc_cuda_address(const void *pointer)
 
 /* device_cuda_context.c */
 
-/* Makes the device's context this thread's: threads of autograd may have none. */
+/* Makes the device's context current on this thread, because threads of autograd may have no context. */
 int fsdpc_cuda_enter(const struct fsdpc_cuda *cuda);
 
 /* device_cuda_stream.c */
@@ -74,7 +74,7 @@ void fsdpc_cuda_stream_free(void *context, fsdpc_stream *stream);
 fsdpc_stream *fsdpc_cuda_use(void *context, fsdpc_stream *stream);
 fsdpc_stream *fsdpc_cuda_current_stream(void *context);
 int fsdpc_cuda_capture(void *context, uint64_t *id);
-/* Sets which calls this thread may make while any stream is captured; returns the setting before. */
+/* Sets which calls this thread may make while any stream is captured, and returns the previous setting. */
 unsigned fsdpc_cuda_exchange_mode(const struct fsdpc_cuda *cuda, unsigned mode);
 int fsdpc_cuda_event_new(void *context, fsdpc_event **out);
 void fsdpc_cuda_event_free(void *context, fsdpc_event *event);
@@ -84,15 +84,15 @@ int fsdpc_cuda_poll(void *context, fsdpc_event *event, bool *done);
 int fsdpc_cuda_finish(void *context, fsdpc_event *event, double timeout, const char *what);
 int64_t fsdpc_cuda_waits(void *context);
 int fsdpc_cuda_free_bytes(void *context, size_t *free_bytes, size_t *total);
-/* The host waits for what has been queued on the current stream; for set-up and for results. */
+/* Waits on the host for all work queued on the current stream, in set-up and when the host needs results. */
 int fsdpc_cuda_sync(struct fsdpc_cuda *cuda, const char *what);
-/* As fsdpc_cuda_sync, for the current, the default and all the device's own streams: before memory goes. */
+/* Waits like fsdpc_cuda_sync, for the current, default and all own streams, before memory is freed. */
 int fsdpc_cuda_sync_all(struct fsdpc_cuda *cuda, const char *what);
 void fsdpc_cuda_drop_streams(struct fsdpc_cuda *cuda);
 
 /* device_cuda_memory.c */
 
-/* Finds out whether memory can be mapped behind addresses, and with which handles. */
+/* Finds out whether memory can be mapped behind addresses, and with which types of handles. */
 int fsdpc_cuda_memory_init(struct fsdpc_cuda *cuda);
 int fsdpc_cuda_alloc(void *context, size_t bytes, void **out);
 void fsdpc_cuda_free(void *context, void *block, size_t bytes);
@@ -104,7 +104,7 @@ int fsdpc_cuda_copy(void *context, void *dst, const void *src, size_t bytes);
 int fsdpc_cuda_zero(void *context, void *dst, size_t bytes);
 int fsdpc_cuda_poison(void *context, void *dst, fsdpc_dtype type, int64_t n);
 
-/* Maps physical memory at an address; the mapping alone keeps the memory after mem_release. */
+/* Maps physical memory at an address. The mapping keeps the memory alive after mem_release. */
 int fsdpc_cuda_map(const struct fsdpc_cuda *cuda, fsdpc_cu_ptr address, size_t bytes,
                    fsdpc_cu_handle physical);
 
@@ -120,12 +120,12 @@ int fsdpc_cuda_hide(void *context, void *address, fsdpc_piece *piece);
 
 /* device_cuda_kernels.c */
 
-/* Loads the image and every function of it, so that no launch has to. */
+/* Loads the image and all its functions, so that no launch has to load one. */
 int fsdpc_cuda_kernels_init(struct fsdpc_cuda *cuda);
 void fsdpc_cuda_kernels_fini(struct fsdpc_cuda *cuda);
 int fsdpc_cuda_launch(const struct fsdpc_cuda *cuda, enum fsdpc_cuda_kernel kernel, int64_t blocks,
                       const void *params);
-/* FSDPC_E_INVAL if the address is not a multiple of the type's size: a GPU cannot read such elements. */
+/* Fails with FSDPC_E_INVAL if the address is not a multiple of the type's size, as a GPU requires. */
 int fsdpc_cuda_check_aligned(const char *what, const void *pointer, fsdpc_dtype type);
 int fsdpc_cuda_cast_any(void *context, void *dst, fsdpc_dtype dst_type, const void *src,
                         fsdpc_dtype src_type, int64_t n, double scale);

@@ -14,14 +14,14 @@
 #include "device/cuda_image.h"
 
 enum {
-    THREAD_ITEMS = 8, /* elements per thread of a block before a launch gets another block */
-    WAVES = 2,        /* blocks of a launch per resident block: a slow one holds up less */
+    THREAD_ITEMS = 8, /* elements of a thread, unless a launch would need too many blocks */
+    WAVES = 2,        /* a launch has at most WAVES times as many blocks as the GPU holds */
 };
 
 /* --- loading -------------------------------------------------------------------------------------- */
 
-/* FSDPC_CUDA_IMAGE names a file to use in place of the image in the extension: one for other GPUs or
- * older drivers. The file stays mapped, as the driver may read it while the image is loaded. */
+/* FSDPC_CUDA_IMAGE names a file to use in place of the image in the extension, such as an image for other
+ * GPUs or older drivers. The file stays mapped, as the driver may read it while the image is loaded. */
 static int
 image_from_file(const char *file, const void **image)
 {
@@ -59,7 +59,7 @@ find_image(const void **image)
                                 "found (see NVCC in setup.py)");
 }
 
-/* With lazy loading, the driver reports an image that it cannot read only when it loads the first kernel. */
+/* With lazy loading, an image that the driver cannot read causes an error only at the first kernel's load. */
 static int
 check_load(const struct fsdpc_cuda *cuda, fsdpc_cu_result result, const char *kernel)
 {
@@ -167,7 +167,7 @@ fsdpc_cuda_cast_any(void *context, void *dst, fsdpc_dtype dst_type, const void *
 
 /* --- lists of spans ------------------------------------------------------------------------------- */
 
-/* Fills a span that gets `blocks` blocks, behind the *total blocks of earlier spans. */
+/* Fills a span, which `blocks` blocks of threads process, after the *total blocks of earlier spans. */
 static int
 add_span(fsdpc_cuda_span *span, const fsdpc_stretch *from, int64_t blocks, int64_t *total)
 {

@@ -1,5 +1,5 @@
-/* Memory of the CUDA device: physical pieces mapped behind reserved addresses, so that it can be
- * registered with collectives; plain allocations for small blocks, and on GPUs without virtual memory.
+/* Memory of the CUDA device. Large blocks are physical memory mapped behind reserved addresses, so that
+ * collectives can register them. Small blocks, and all blocks without virtual memory, are plain allocations.
  */
 #include "device/device_cuda_impl.h"
 
@@ -8,7 +8,7 @@
 
 #include "base/mem.h"
 
-/* True for blocks that are mapped: smaller ones would waste most of a granule. */
+/* True if blocks of this size are mapped. Smaller blocks, if mapped, would waste most of a granule. */
 static bool
 is_mapped(const struct fsdpc_cuda *cuda, size_t bytes)
 {
@@ -107,7 +107,7 @@ shows_twice(const struct fsdpc_cuda *cuda)
     return works;
 }
 
-/* On MIG instances and in sandboxes the attributes promise too much, so a mapping is tried. */
+/* Tries a mapping: on MIG instances and in sandboxes, the attributes promise more than works. */
 static bool
 maps(struct fsdpc_cuda *cuda, int handle_types, unsigned char rdma_capable)
 {
@@ -118,7 +118,7 @@ maps(struct fsdpc_cuda *cuda, int handle_types, unsigned char rdma_capable)
            cuda->granule > 0 && shows_twice(cuda);
 }
 
-/* Shareable handles and RDMA are for memory that collectives register; other memory does not need them. */
+/* First tries shareable handles and RDMA, which collectives need to register memory; then without them. */
 static bool
 try_virtual_memory(struct fsdpc_cuda *cuda)
 {

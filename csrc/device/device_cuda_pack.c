@@ -1,10 +1,10 @@
-/* Many tensors into one buffer by one launch.
+/* Packing of many tensors into one buffer by one launch.
  *
- * The destinations of the tensors are constant and lie in device memory from the start (a plan). Their
- * sources are parameters of the launch; a list that is too long for that, or strides, go through a stage:
- * pinned memory that the same stream copies to device memory. A stage is reused when the event behind its
- * launch is done; the host never waits for a stage. The stage of a captured launch is not reused: the graph
- * copies the stage again each time it runs.
+ * The destinations of the tensors are constant: a plan keeps them in device memory. The sources are
+ * parameters of the launch. A list of sources that is too long for a launch, or that has strides,
+ * goes through a stage: pinned memory that the same stream copies to device memory. A stage is
+ * reused when the event behind its launch is done; the host never waits for a stage. The stage of a
+ * captured launch is not reused, because the graph copies the stage again each time it runs.
  */
 #include "device/device_cuda_impl.h"
 
@@ -18,11 +18,11 @@ struct fsdpc_cuda_stage {
     struct fsdpc_cuda_stage *next;
     size_t bytes;
     char *host, *device;
-    fsdpc_event *read; /* the launch that reads the stage is done */
+    fsdpc_event *read; /* recorded behind the launch that reads the stage */
     bool taken;
 };
 
-/* The device's part of a pack plan: the entries, gaps among them, and the entry of each tile. */
+/* A pack plan's device memory: an entry per target or gap, and for each tile the index of its entry. */
 struct plan {
     void *block;
     size_t block_bytes;
@@ -48,7 +48,7 @@ free_stage(struct fsdpc_cuda *cuda, struct fsdpc_cuda_stage *stage)
     fsdpc_mem_free(stage);
 }
 
-/* The stage's device memory. It is not zeroed: a copy fills it before the launch that reads it. */
+/* Allocates the stage's device memory. It is not zeroed: a copy fills it before the launch that reads it. */
 static int
 make_twin(const struct fsdpc_cuda *cuda, struct fsdpc_cuda_stage *stage)
 {
@@ -111,7 +111,7 @@ find_stage(struct fsdpc_cuda *cuda, size_t bytes, struct fsdpc_cuda_stage **out)
     return FSDPC_OK;
 }
 
-/* Where there is a base, the kernel that adds; else the plain one. */
+/* If there is a base, launches the kernel that adds to the base; otherwise the plain kernel. */
 static int
 launch_pack(struct fsdpc_cuda *cuda, const fsdpc_cuda_pack_params *params)
 {
@@ -120,7 +120,7 @@ launch_pack(struct fsdpc_cuda *cuda, const fsdpc_cuda_pack_params *params)
                              params->tiles, params);
 }
 
-/* While any stream is captured, this thread may query and allocate only in its relaxed mode. */
+/* Takes a stage in relaxed mode, because otherwise queries and allocations would fail during captures. */
 static int
 take_stage(struct fsdpc_cuda *cuda, size_t bytes, struct fsdpc_cuda_stage **out)
 {
@@ -146,7 +146,7 @@ static int
 give_stage(struct fsdpc_cuda *cuda, struct fsdpc_cuda_stage *stage, int status, bool again)
 {
     pthread_mutex_lock(&cuda->lock);
-    /* After a failure a launch may still read the stage: it is not reused. */
+    /* After a failure a launch may still read the stage, so the stage is not reused. */
     stage->taken = status != FSDPC_OK || !again;
     pthread_mutex_unlock(&cuda->lock);
     return status;
@@ -218,7 +218,7 @@ write_entry(void *argument, const fsdpc_cuda_pack_entry *entry)
     writer->entries[writer->count++] = *entry;
 }
 
-/* The block is: all entries, then the entry of each tile. */
+/* Fills the plan's block: first all entries, then, for each tile, the index of its entry. */
 static int
 fill_plan(struct fsdpc_cuda *cuda, const fsdpc_pack_plan *plan, struct plan *own, size_t entries)
 {
@@ -271,7 +271,7 @@ fsdpc_cuda_plan_free(void *context, fsdpc_pack_plan *plan)
 
 /* --- sources ---------------------------------------------------------------------------------------- */
 
-/* *strided false: the elements are contiguous in memory, whatever the strides say. */
+/* Sets *strided to false if the elements are contiguous in memory, whatever the strides say. */
 static int
 simplify_source(const fsdpc_pack_source *source, fsdpc_kernel_view *view, bool *strided)
 {
@@ -302,8 +302,8 @@ write_view(fsdpc_cuda_view *out, const void *data, const fsdpc_kernel_view *view
     memcpy(out->strides, view->strides, sizeof view->strides);
 }
 
-/* Writes the sources' words to `words` and strided tensors' views to `views`; either may be NULL. On the
- * device the views lie from `device_views` on. *view_count becomes the number of strided tensors. */
+/* Writes one word per source to `words`, and the views of strided tensors to `views`; each may be NULL. On
+ * the device the views begin at `device_views`. *view_count becomes the number of strided tensors. */
 static int
 list_sources(const fsdpc_pack_plan *plan, const fsdpc_pack_source *sources,
              fsdpc_cuda_source *words, fsdpc_cuda_view *views, uint64_t device_views,
@@ -397,7 +397,7 @@ fsdpc_cuda_pack_onto(void *context, const fsdpc_pack_plan *plan, void *buffer, c
     return pack_staged(context, plan, sources, &params, views);
 }
 
-/* Packs one strided tensor; the stage holds its entry, then its view. */
+/* Packs one strided tensor. The stage holds the tensor's entry, and then the tensor's view. */
 static int
 pack_view(struct fsdpc_cuda *cuda, const fsdpc_cuda_pack_entry *entry, char *dst,
           const fsdpc_kernel_view *view, const void *src, fsdpc_dtype src_type, double scale)

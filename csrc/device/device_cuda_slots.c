@@ -7,12 +7,12 @@
 
 struct fsdpc_piece {
     size_t bytes;
-    _Atomic int holders;      /* the owner, and each mapping */
+    _Atomic int holders;      /* the owner and each mapping count as one */
     fsdpc_cu_handle physical; /* with virtual memory */
     void *block;              /* without virtual memory */
 };
 
-/* Without virtual memory a piece is a plain block and not mapped, so that any size will do. */
+/* Without virtual memory a piece is a plain block that is not mapped, so that any size is possible. */
 enum { PLAIN_GRAIN = 512 };
 
 size_t

@@ -9,7 +9,7 @@ static int
 check_aligned(const fsdpc_step_tensor *t, int kind)
 {
     const bool codes = kind >= FSDPC_STEP_ADAM8;
-    const int held = kind == FSDPC_STEP_MINI ? 1 : 3; /* Mini's denominators are float32 */
+    const int held = kind == FSDPC_STEP_MINI ? 1 : 3; /* Adam-mini: only m has state_type */
     FSDPC_TRY(fsdpc_cuda_check_aligned("step", t->param, (fsdpc_dtype)t->param_type));
     FSDPC_TRY(fsdpc_cuda_check_aligned("step", t->grad, (fsdpc_dtype)t->grad_type));
     for (int s = 0; s < held && !codes; s++) {
@@ -82,7 +82,7 @@ fsdpc_cuda_activation(void *context, bool pack, void *values, fsdpc_dtype type, 
                              n / items + (n % items != 0), &params);
 }
 
-/* Fills `coding` for a launch; its blocks of threads follow the *total blocks of earlier codings. */
+/* Fills `coding` for a launch. Its blocks of threads follow the *total blocks of earlier codings. */
 static int
 place_coding(fsdpc_cuda_coding *coding, const fsdpc_coding *from, int64_t *total)
 {

@@ -1,4 +1,4 @@
-/* Streams and events of the CUDA device, and the only place with host syncs. */
+/* Streams and events of the CUDA device. All its host syncs are in this file. */
 #include "device/device_cuda_impl.h"
 
 #include <errno.h>
@@ -8,7 +8,7 @@
 #include "base/mem.h"
 
 enum {
-    SPINS = 200, /* queries before the first sleep: short waits end without a sleep */
+    SPINS = 200, /* queries before the first sleep, so that short waits do not sleep */
     SHORTEST_SLEEP_NS = 20000,
     LONGEST_SLEEP_NS = 1000000,
 };
@@ -18,7 +18,7 @@ struct fsdpc_cuda_stream {
     struct fsdpc_cuda_stream *next;
 };
 
-/* This thread's current stream: work of torch's threads (forward, autograd) never mixes. */
+/* The current stream. Each of torch's threads (forward, autograd) has its own current stream. */
 static _Thread_local struct {
     const struct fsdpc_cuda *cuda;
     fsdpc_cu_stream stream;
@@ -66,7 +66,7 @@ fsdpc_cuda_capture(void *context, uint64_t *id)
     return capture_of(cuda, fsdpc_cuda_current(cuda), id);
 }
 
-/* A query of a captured event would invalidate the capture. */
+/* Fails during a capture, because a query of a captured event would invalidate the capture. */
 static int
 refuse_capture(const struct fsdpc_cuda *cuda, fsdpc_cu_stream stream, const char *what)
 {
@@ -264,7 +264,7 @@ query_until_done(struct fsdpc_cuda *cuda, fsdpc_event *event, double timeout, co
     }
 }
 
-/* Another thread may be capturing: the queries here must not invalidate its capture. */
+/* Queries in relaxed mode, because a query must not invalidate a capture of another thread. */
 int
 fsdpc_cuda_finish(void *context, fsdpc_event *event, double timeout, const char *what)
 {
@@ -287,7 +287,7 @@ fsdpc_cuda_waits(void *context)
     return atomic_load_explicit(&cuda->waits, memory_order_relaxed);
 }
 
-/* The host waits for one stream until `end`, a deadline that several streams share. */
+/* Waits on the host for one stream, until `end`, a deadline that several streams share. */
 static int
 sync_stream(struct fsdpc_cuda *cuda, fsdpc_cu_stream stream, double end, const char *what)
 {
@@ -308,7 +308,7 @@ fsdpc_cuda_sync(struct fsdpc_cuda *cuda, const char *what)
     return sync_stream(cuda, fsdpc_cuda_current(cuda), now() + fsdpc_timeout(), what);
 }
 
-/* Stream number `index` of the device's own; NULL: there are fewer. */
+/* Returns stream number `index` of the streams that the device made, or NULL if there are fewer. */
 static fsdpc_cu_stream
 own_stream(struct fsdpc_cuda *cuda, int index)
 {

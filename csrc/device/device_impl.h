@@ -1,9 +1,9 @@
-/* A device as its implementer sees it. Callers use device.h.
+/* The interface that an implementer of a device fills in. Callers use device.h.
  *
- * device.c checks every argument before it calls an entry: dtypes are known and fit the entry,
- * n > 0, pointers are not NULL (but sources of reduce may be). So entries need not check again.
- * All entries are required unless marked (optional). An asynchronous device queues the work in
- * call order.
+ * device.c checks every argument before it calls an entry: dtypes are known and fit
+ * the entry, n > 0, and pointers are not NULL (except sources of reduce, which may
+ * be). Entries need not check again. All entries are required unless they are marked
+ * (optional). An asynchronous device queues the work in the order of the calls.
  */
 #ifndef FSDPC_DEVICE_IMPL_H
 #define FSDPC_DEVICE_IMPL_H
@@ -13,7 +13,7 @@
 enum { FSDPC_DEVICE_API_VERSION = 2 };
 
 typedef struct fsdpc_device_i {
-    int api_version; /* FSDPC_DEVICE_API_VERSION of the implementer */
+    int api_version; /* the FSDPC_DEVICE_API_VERSION that the implementer was built with */
     const char *name;
 
     /* (optional) NULL: the device has no helper threads and accepts only 1 thread. */
@@ -21,7 +21,7 @@ typedef struct fsdpc_device_i {
     int (*threads)(void *context);
     const char *(*kernels_name)(void *context);
 
-    /* bytes > 0. The block is zeroed. */
+    /* Allocates a zeroed block; bytes > 0. */
     int (*alloc)(void *context, size_t bytes, void **out);
     void (*free)(void *context, void *block, size_t bytes);
     int (*discard)(void *context, void *block, size_t bytes); /* (optional) default: nothing */
@@ -37,7 +37,7 @@ typedef struct fsdpc_device_i {
     int (*norm2)(void *context, const void *src, fsdpc_dtype type, int64_t n, fsdpc_norm *out);
     int (*norm_p)(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
                   double *out);
-    /* (optional) NULL: cast in place. */
+    /* (optional) If this is NULL, device.c calls cast, in place. */
     int (*scale)(void *context, void *x, fsdpc_dtype type, int64_t n, double factor);
     int (*pack)(void *context, void *dst, fsdpc_dtype dst_type, const void *src,
                 fsdpc_dtype src_type, int ndim, const int64_t *shape, const int64_t *strides,
@@ -45,7 +45,7 @@ typedef struct fsdpc_device_i {
     int (*poison)(void *context, void *dst, fsdpc_dtype type, int64_t n);
     int (*zero)(void *context, void *dst, size_t bytes);
 
-    /* All from here on (optional): a device with caps.asynchronous has them all, others none. */
+    /* All entries below are optional: a device with caps.asynchronous has all of them, other devices none. */
     int (*stream_new)(void *context, bool urgent, fsdpc_stream **out);
     void (*stream_free)(void *context, fsdpc_stream *stream);
     fsdpc_stream *(*use)(void *context, fsdpc_stream *stream);
@@ -57,7 +57,7 @@ typedef struct fsdpc_device_i {
     int (*wait)(void *context, fsdpc_event *event);
     int (*poll)(void *context, fsdpc_event *event, bool *done);
     int (*finish)(void *context, fsdpc_event *event, double timeout, const char *what);
-    int64_t (*waits)(void *context); /* NULL: the host never waits */
+    int64_t (*waits)(void *context); /* counts host waits; NULL: the host never waits */
     int (*free_bytes)(void *context, size_t *free_bytes, size_t *total); /* NULL: unknown */
     /* The host waits for all streams that fsdpc_device_free waits for. */
     int (*drain)(void *context, const char *what);
@@ -83,7 +83,7 @@ typedef struct fsdpc_device_i {
     int (*clip_factor)(void *context, const void *total, double p, double max_norm, double *out);
     int (*scale_by)(void *context, const fsdpc_stretch *list, int count, const double *factor);
     int (*step)(void *context, const fsdpc_steps *steps);
-    /* Codes from values if `pack`, else the reverse. */
+    /* Makes codes from values if `pack` is true, else values from codes. */
     int (*activation)(void *context, bool pack, void *values, fsdpc_dtype type, int64_t n,
                       int8_t *codes, float *scales);
     int (*code)(void *context, bool encode, const fsdpc_coding *list, int count);
@@ -102,18 +102,19 @@ struct fsdpc_pack_plan {
 
 struct fsdpc_device {
     const fsdpc_device_i *i;
-    void *context; /* owned by the implementer */
+    void *context; /* the implementer's own data */
     fsdpc_device_caps caps;
     /* The fields below belong to device_alloc.c, whose lock guards them. */
-    struct fsdpc_source *source; /* NULL: the device itself */
+    struct fsdpc_source *source; /* the foreign allocator; NULL: the device's own memory is used */
     struct fsdpc_block *blocks;
     size_t foreign_bytes;
 };
 
-/* After an allocation failed: true if some memory may have gone back to the driver. */
+/* Tries to return memory to the driver after an allocation failed. Returns true if
+ * some memory may have been returned. */
 bool fsdpc_device_trim(fsdpc_device *device);
 
-/* The check of device.c that device_norm.c needs, too. */
+/* Checks the arguments of a scaling, in place, of n elements at x. Fails with FSDPC_E_INVAL. */
 int fsdpc_device_check_scale(const void *x, fsdpc_dtype type, int64_t n);
 
 #endif

@@ -1,5 +1,5 @@
-/* Host memory, copies, and pieces of memory behind addresses. On a device that does not queue, a copy is a
- * memcpy, and host memory is the device's own memory.
+/* Allocates host memory, copies, and maps pieces of memory at reserved addresses. On a device that does not
+ * queue its work, a copy is a memcpy, and host memory is the device's own memory.
  */
 #include "device/device_impl.h"
 
@@ -37,7 +37,7 @@ check_copy(size_t bytes, const void *a, const void *b)
                : fsdpc_error(FSDPC_E_INVAL, "copy: a buffer of %zu bytes is NULL", bytes);
 }
 
-/* `own`: the device's entry for this direction; NULL: a copy in the processor's memory. */
+/* Copies by `own`, the device's function for this direction, or by memcpy if the device has none (NULL). */
 static int
 copy_by(int (*own)(void *, void *, const void *, size_t), const fsdpc_device *device, void *dst,
         const void *src, size_t bytes)

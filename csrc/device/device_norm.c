@@ -1,4 +1,4 @@
-/* Norms that stay on the device, for devices that queue. */
+/* Norms whose results stay in the device's memory, on devices that queue their work. */
 #include "device/device_impl.h"
 
 #include <float.h>

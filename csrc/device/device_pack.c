@@ -1,4 +1,4 @@
-/* Many tensors into one flat buffer: the plan, its checks, and the loop for devices without queues. */
+/* Packs many tensors into one flat buffer by a plan: its checks, and a loop for devices that do not queue. */
 #include "device/device_impl.h"
 
 #include <string.h>
@@ -6,7 +6,7 @@
 #include "base/mem.h"
 #include "base/status.h"
 
-enum { ADD_ITEMS = 32 << 10 }; /* a block that stays in a processor's cache */
+enum { ADD_ITEMS = 32 << 10 }; /* elements in add_blocks' buffer, which fits in a cache */
 
 static int
 check_target(const fsdpc_pack_target *target, int index, size_t begin, size_t bytes, size_t *end)
@@ -102,7 +102,7 @@ fsdpc_device_pack_plan_free(fsdpc_device *device, fsdpc_pack_plan *plan)
     fsdpc_mem_free(plan);
 }
 
-/* The checks on which implementers of a device rely. */
+/* Checks one source. The pack functions of devices rely on this check. */
 static int
 check_source(const fsdpc_pack_target *target, const fsdpc_pack_source *source, int index,
              double scale)
@@ -151,7 +151,7 @@ pack_one(fsdpc_device *device, char *dst, const fsdpc_pack_target *target,
                              source->shape, source->strides, scale);
 }
 
-/* dst = base + src * scale through a block of the base's dtype, so that dst is rounded once. */
+/* Writes dst = base + src * scale. Each sum is made in the base's dtype, so that dst is rounded only once. */
 static int
 add_blocks(fsdpc_device *device, char *dst, const fsdpc_pack_target *target, const char *base,
            fsdpc_dtype type, const fsdpc_pack_source *source, double scale)
@@ -193,7 +193,7 @@ add_contiguous(fsdpc_device *device, char *dst, const fsdpc_pack_target *target,
                         : fsdpc_device_cast(device, dst, target->dtype, base, type, target->n, 1.0);
 }
 
-/* A strided tensor is packed into scratch memory first. */
+/* Writes dst = base + src * scale. A strided source is first packed into scratch memory. */
 static int
 add_one(fsdpc_device *device, char *dst, const fsdpc_pack_target *target, const char *base,
         fsdpc_dtype type, const fsdpc_pack_source *source, double scale)

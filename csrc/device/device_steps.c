@@ -1,4 +1,4 @@
-/* Optimizer steps, packed activations and codes, for devices that queue. */
+/* Optimizer steps, packing of activations, and coding of values, on devices that queue their work. */
 #include "device/device_impl.h"
 
 #include "base/status.h"

@@ -1,5 +1,5 @@
-/* Streams and events: the part of device.h that only devices which queue their work implement. Elsewhere
- * all is done when a call returns, so that there is nothing to wait for.
+/* Streams and events: the part of device.h that only devices which queue their work implement.
+ * Other devices have done all work when a call returns, so that there is nothing to wait for.
  */
 #include "device/device_impl.h"
 #include "base/status.h"

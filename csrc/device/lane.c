@@ -1,5 +1,5 @@
-/* Marks share a ring of events. An event of the ring that is recorded again stands for later work too, so
- * waiting for an old mark may wait for more than that mark, never for less.
+/* Marks share a ring of events. When an event is recorded again for a later mark, it stands for later work.
+ * So a wait for an old mark may wait for more work than that mark stands for, but never for less.
  */
 #include "device/lane.h"
 
@@ -15,10 +15,10 @@ struct fsdpc_lane {
     fsdpc_device *device;
     fsdpc_stream *stream;
     fsdpc_event *begun;
-    fsdpc_event *events[EVENTS]; /* mark m has events[m % EVENTS] */
-    bool dirty;                  /* copies were queued behind the last mark */
+    fsdpc_event *events[EVENTS]; /* mark m uses events[m % EVENTS] */
+    bool dirty;                  /* true: copies have been queued since the last mark */
     int64_t marked, joined;
-    fsdpc_stream *joined_by; /* the stream that waited for `joined` */
+    fsdpc_stream *joined_by; /* the stream that has waited for the mark `joined` */
     _Atomic int64_t finished, finishes;
     fsdpc_lane_counts counts;
 };
@@ -72,7 +72,7 @@ fsdpc_lane_device(const fsdpc_lane *lane)
     return lane->device;
 }
 
-/* An event that was recorded outside of a capture has no effect in it, so the order would be lost. */
+/* Fails during a capture, because a captured copy would not wait for events from before the capture. */
 static int
 refuse_capture(const fsdpc_lane *lane)
 {
@@ -150,7 +150,7 @@ check_mark(const fsdpc_lane *lane, int64_t mark)
                              (long long)mark, (long long)lane->marked);
 }
 
-/* Whether the host has finished this mark or a later one. */
+/* True if the host has already waited for this mark or for a later mark. */
 static bool
 is_finished(const fsdpc_lane *lane, int64_t mark)
 {

@@ -1,12 +1,12 @@
 /* A lane: a stream beside the caller's that copies between the device's memory and pinned host memory.
  *
- * The host queues and does not wait. Four steps order a copy: `begin` puts the lane behind the caller's
- * current stream; `out` and `in` queue copies; `mark` numbers all that is queued so far; `join` puts the
- * caller's current stream behind a mark, `finish` the host. Copies of one lane run one after the other, so
- * a pinned buffer needs no wait between two of them.
+ * The host queues work and does not wait. Four steps order a copy: `begin` puts the lane behind the
+ * caller's current stream; `out` and `in` queue copies; `mark` gives a number to all copies queued so
+ * far; `join` makes the caller's current stream wait for a mark, and `finish` makes the host wait.
+ * Copies of one lane run one after the other, so a pinned buffer needs no wait between two copies.
  *
- * On a device that does not queue, all is done when a call returns. Calls on one lane must not overlap,
- * except finish, which may run beside the others.
+ * On a device that does not queue, all work is done when a call returns. Calls on one
+ * lane must not overlap, except finish, which may run at the same time as other calls.
  */
 #ifndef FSDPC_LANE_H
 #define FSDPC_LANE_H
@@ -17,30 +17,31 @@ typedef struct fsdpc_lane fsdpc_lane;
 
 typedef struct fsdpc_lane_counts {
     int64_t copies_out, copies_in, bytes_out, bytes_in;
-    int64_t begins; /* waits of the lane for the caller's stream */
+    int64_t begins; /* how often the lane was made to wait for the caller's stream */
     int64_t marks;
-    int64_t joins;    /* waits of the caller's stream for the lane */
-    int64_t finishes; /* waits of the host for the lane */
+    int64_t joins;    /* how often the caller's stream was made to wait for the lane */
+    int64_t finishes; /* how often the host has waited for the lane */
 } fsdpc_lane_counts;
 
 /* FSDPC_E_NOMEM. */
 int fsdpc_lane_new(fsdpc_device *device, fsdpc_lane **out);
-/* NULL is allowed. The caller has joined or finished what it queued. */
+/* `lane` may be NULL. Before, the caller must have joined or finished all copies that it queued. */
 void fsdpc_lane_free(fsdpc_lane *lane);
 fsdpc_device *fsdpc_lane_device(const fsdpc_lane *lane);
 
-/* Later copies come behind all work of the caller's current stream so far. FSDPC_E_STATE: that stream is
- * captured into a graph. */
+/* Orders later copies behind all work of the caller's current stream so far.
+ * Fails with FSDPC_E_STATE if that stream is being captured into a graph. */
 int fsdpc_lane_begin(fsdpc_lane *lane);
-/* `host` is pinned memory. The caller leaves source and destination as they are until the copy is done. */
+/* Queue a copy to `host` (out) or from `host` (in), which is pinned memory. The caller must not change source
+ * or destination until the copy is done. */
 int fsdpc_lane_out(fsdpc_lane *lane, void *host, const void *src, size_t bytes);
 int fsdpc_lane_in(fsdpc_lane *lane, void *dst, const void *host, size_t bytes);
-/* *mark: stands for all copies so far; marks rise from 1 on. */
+/* Sets *mark to a number that stands for all copies queued so far. Marks rise from 1 on. */
 int fsdpc_lane_mark(fsdpc_lane *lane, int64_t *mark);
-/* The caller's current stream waits for the mark; without a call of the driver if that stream or the host has
- * waited for this mark or a later one already. FSDPC_E_INVAL: no such mark. */
+/* Makes the caller's current stream wait for the mark, without a call of the driver if that stream or
+ * the host has already waited for this mark or a later one. FSDPC_E_INVAL: the mark does not exist. */
 int fsdpc_lane_join(fsdpc_lane *lane, int64_t mark);
-/* The host waits for the mark. FSDPC_E_TIMEOUT, naming `what`, after the process's deadline. */
+/* Waits on the host for the mark. FSDPC_E_TIMEOUT, naming `what`, after the process's deadline. */
 int fsdpc_lane_finish(fsdpc_lane *lane, int64_t mark, const char *what);
 void fsdpc_lane_count(const fsdpc_lane *lane, fsdpc_lane_counts *out);
 

@@ -1,4 +1,4 @@
-/* The file, and the transfers of each buffer: cut to requests, repeated where they were short. */
+/* The file, and the transfers of each buffer. A large transfer is cut into several requests. */
 #include "disk/disk.h"
 
 #include <errno.h>
@@ -21,9 +21,9 @@ enum { REQUEST_BYTES = 1 << 20, MOST_REQUESTS = 64, SPARE_REQUESTS = 16, ZEROS =
 
 typedef struct buffer_state {
     int on_way;
-    int errnum; /* of the buffer's first failed transfer since the last wait */
+    int errnum; /* errno of the first transfer that failed since the last wait; or 0 */
     int64_t offset, bytes;
-    bool write, ended; /* ended: a read has reached end of file */
+    bool write, ended; /* of that transfer: it was a write; it met the end of the file */
 } buffer_state;
 
 struct fsdpc_disk {
@@ -31,12 +31,12 @@ struct fsdpc_disk {
     void *buffers[FSDPC_DISK_MAX_BUFFERS];
     char *folder;
     pid_t owner;
-    int cached_fd, direct_fd; /* direct_fd -1: the file system has no direct transfers */
+    int cached_fd, direct_fd; /* direct_fd: with O_DIRECT; -1: the file system refuses that */
     bool in_memory, direct;
     int64_t bytes, read_bytes, written_bytes, request_bytes;
     const fsdpc_disk_way *way;
     void *way_self;
-    fsdpc_disk_transfer *transfers; /* all of them; `unused` links those that are free */
+    fsdpc_disk_transfer *transfers; /* array of all transfers; `unused` lists the free ones */
     fsdpc_disk_transfer *unused;
     buffer_state states[FSDPC_DISK_MAX_BUFFERS];
 };
@@ -88,7 +88,7 @@ open_file(fsdpc_disk *self)
     return FSDPC_OK;
 }
 
-/* For file systems that cannot reserve space: they have it once the bytes are written. */
+/* Writes zeros, for file systems that have no call to reserve space: writing allocates the space. */
 static int
 write_zeros(fsdpc_disk *self, int64_t bytes)
 {
@@ -195,7 +195,7 @@ complete(fsdpc_disk *self, fsdpc_disk_transfer *transfer)
     }
     /* A file system may let files be opened with O_DIRECT and then refuse the transfers. */
     if (result == -EINVAL && transfer->fd == self->direct_fd) {
-        self->direct = false; /* others on their way still use the descriptor */
+        self->direct = false; /* direct_fd stays open: transfers in flight still use it */
         return submit(self, transfer);
     }
     if (result > 0) {
@@ -226,7 +226,7 @@ deadline_from_now(struct timespec *until)
     until->tv_nsec = (long)(nanoseconds - (nanoseconds >= 1e9 ? 1e9 : 0));
 }
 
-/* Waits for one transfer, which goes on if the file took or gave less than all. */
+/* Waits for one transfer to end. If the transfer was short, it is submitted again for the rest. */
 static int
 reap_one(fsdpc_disk *self, const struct timespec *until)
 {

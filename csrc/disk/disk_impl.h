@@ -1,4 +1,4 @@
-/* What the files of csrc/disk share: one transfer, and the two ways to have several on their way. */
+/* What the files of csrc/disk share: a transfer, and a table for each way to run several transfers. */
 #ifndef FSDPC_DISK_IMPL_H
 #define FSDPC_DISK_IMPL_H
 
@@ -11,7 +11,7 @@ typedef struct fsdpc_disk_transfer {
     int64_t bytes, offset;
     int fd, buffer;
     bool write;
-    int64_t result; /* bytes, or a negative errno; short results are allowed */
+    int64_t result; /* number of bytes moved, which may be less than `bytes`; or a negative errno */
     struct fsdpc_disk_transfer *next;
 } fsdpc_disk_transfer;
 
@@ -19,14 +19,15 @@ typedef struct fsdpc_disk_way {
     const char *name;
     /* Starts a transfer. The way owns the transfer until `reap` returns the same transfer. */
     int (*submit)(void *self, fsdpc_disk_transfer *transfer);
-    /* Passes what was submitted on to the kernel. */
+    /* Passes the submitted transfers on to the kernel. */
     int (*flush)(void *self);
-    /* Waits for a transfer to end. FSDPC_E_TIMEOUT: none ends before `until` (CLOCK_MONOTONIC). */
+    /* Waits for a transfer to end. FSDPC_E_TIMEOUT: no transfer ends before `until` (CLOCK_MONOTONIC). */
     int (*reap)(void *self, const struct timespec *until, fsdpc_disk_transfer **out);
-    void (*free)(void *self); /* no transfer may be on its way */
+    void (*free)(void *self); /* call it only when no transfer is in flight */
 } fsdpc_disk_way;
 
-/* At most `capacity` transfers at a time. E_UNAVAILABLE if the kernel has no io_uring or refuses it. */
+/* Make a way that runs at most `capacity` transfers at a time by io_uring, and a way that uses threads.
+ * FSDPC_E_UNAVAILABLE: this system has no io_uring, or the kernel refuses it. */
 int fsdpc_disk_ring_new(int capacity, const fsdpc_disk_way **way, void **self);
 int fsdpc_disk_threads_new(const fsdpc_disk_way **way, void **self);
 

@@ -20,7 +20,7 @@ enum { MOST_TRIES = 10000, TRY_AGAIN_US = 1000 };
 typedef struct ring {
     int fd;
     struct io_uring_params params;
-    char *queues; /* both rings (submissions, completions): the kernel maps them as one */
+    char *queues; /* one mapping that holds both rings, of submissions and of completions */
     size_t queue_bytes;
     struct io_uring_sqe *entries;
     size_t entry_bytes;

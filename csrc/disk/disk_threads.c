@@ -1,4 +1,4 @@
-/* Transfers by threads that call pread and pwrite: where the kernel refuses io_uring. */
+/* Transfers by threads that call pread and pwrite, for kernels that refuse io_uring. */
 #include <errno.h>
 #include <pthread.h>
 #include <unistd.h>

@@ -1,4 +1,4 @@
-/* What all three kinds of exchange have in common: set-up, references, counts. See exchange.h. */
+/* Functions that all three kinds of exchange have in common: set-up, references, counts. See exchange.h. */
 #include "exchange/exchange.h"
 
 #include <string.h>
@@ -151,7 +151,7 @@ fsdpc_exchange_set_clock(fsdpc_exchange *x, enum fsdpc_phase phase, uint32_t ste
     x->step = step;
 }
 
-/* A forked child of the only rank goes on alone: it has what was gathered by then, other slots are blank. */
+/* In a forked child of a group of one rank, keeps gathered values, and marks the other slots as empty. */
 static int
 enter_child(fsdpc_exchange *x)
 {
@@ -208,7 +208,7 @@ fsdpc_exchange_leave(fsdpc_exchange *x)
     return fsdpc_comm_say_numbers(x->comm, x->ops->leave(x));
 }
 
-/* Prepends operation and unit, unless the error names the unit already; then the numbers of the group's ranks. */
+/* Prepends operation and unit, if the error does not name the unit yet. Then adds the ranks' numbers. */
 static int
 explain(const fsdpc_exchange *x, int status, const char *op, const fsdpc_unit *unit)
 {
@@ -218,7 +218,7 @@ explain(const fsdpc_exchange *x, int status, const char *op, const fsdpc_unit *u
     return fsdpc_comm_say_numbers(x->comm, status);
 }
 
-/* Writes of the program into gathered values end here: an error unless it has put the old values back. */
+/* Ends the program's writes into gathered values. Fails unless the program has restored the old values. */
 static int
 end_writes(fsdpc_exchange *x, fsdpc_unit *unit)
 {

@@ -1,4 +1,4 @@
-/* What every kind of exchange uses: the trace, the cast of a piece, poison, slots, what coding lost, errors. */
+/* Functions that every kind of exchange uses: the trace, casts, poison, slots, coding errors, error texts. */
 #include "exchange/exchange_impl.h"
 #include "base/board.h"
 #include "base/mem.h"
@@ -10,7 +10,7 @@ fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit 
                     uint64_t bytes)
 {
     if (unit && fsdpc_unit_layout(unit)->param_count == 0) {
-        return; /* a unit without parameters only marks a pass */
+        return; /* operations of a unit without parameters are not traced */
     }
     const int64_t now_ns = fsdpc_trace_add(
         x->trace, op, x->phase, x->step, unit ? x->trace_ids[fsdpc_unit_use(unit)->id] : -1, bytes);
@@ -48,8 +48,8 @@ fsdpc_exchange_poison(const fsdpc_exchange *x, fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* Peers may still read the slot, so the pattern goes to private memory behind this rank's range: a late
- * read on this rank sees NaN whatever the peers do. */
+/* Peers may still read the slot, so NaN is written to private memory that replaces the
+ * slot in this rank's range. A late read on this rank gets NaN whatever the peers do. */
 int
 fsdpc_exchange_veil(fsdpc_exchange *x, fsdpc_unit *unit)
 {
@@ -57,8 +57,8 @@ fsdpc_exchange_veil(fsdpc_exchange *x, fsdpc_unit *unit)
     return fsdpc_exchange_poison(x, unit);
 }
 
-/* The cast of gathered values, piece by piece. A GPU unit with several dtypes is cast by one launch instead
- * (exchange_stream_gather.c); a direct unit is never cast (needs_no_cast in footprint.c). */
+/* Casts gathered values, piece by piece. A GPU unit with several dtypes is cast by one launch
+ * instead (exchange_stream_gather.c); a direct unit is never cast (needs_no_cast in footprint.c). */
 int
 fsdpc_exchange_cast_piece(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r, int64_t begin,
                           int64_t n)

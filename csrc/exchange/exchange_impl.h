@@ -1,4 +1,4 @@
-/* The inside of an exchange: the common part, and the table of functions that each kind fills. */
+/* The implementation of an exchange: the common part, and the table of functions that each kind fills. */
 #ifndef FSDPC_EXCHANGE_IMPL_H
 #define FSDPC_EXCHANGE_IMPL_H
 
@@ -13,10 +13,10 @@ struct fsdpc_exchange_i {
     /* (optional) default: changed masters are not detected. See fsdpc_exchange_compare. */
     void (*compare)(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched);
     int (*begin)(fsdpc_exchange *x, uint64_t tag);
-    int (*rest)(fsdpc_exchange *x);  /* (optional) default: nothing is in flight */
-    int (*leave)(fsdpc_exchange *x); /* (optional) default: no wait */
-    /* Makes the unit's values readable; with `wait` false starts a prefetch if that needs no wait
-     * (then `begun` of the unit's use is set). */
+    int (*rest)(fsdpc_exchange *x);  /* (optional) NULL: this kind leaves nothing in flight */
+    int (*leave)(fsdpc_exchange *x); /* (optional) NULL: this kind does not wait */
+    /* Makes the unit's values readable. If `wait` is false, only starts a prefetch,
+     * and only if that needs no wait; then `begun` of the unit's use is set. */
     int (*gather)(fsdpc_exchange *x, fsdpc_unit *unit, bool wait);
     int (*release)(fsdpc_exchange *x, fsdpc_unit *unit);
     int (*reduce)(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
@@ -28,21 +28,22 @@ struct fsdpc_exchange_i {
     int (*settle)(fsdpc_exchange *x, fsdpc_unit *unit);
     int (*announce)(fsdpc_exchange *x, uint64_t tag, int unit, int param); /* (optional) */
     int (*before_hook)(fsdpc_exchange *x, const char *what);               /* (optional) */
-    int (*forget)(fsdpc_exchange *x); /* (optional) default: nothing is kept */
+    int (*forget)(fsdpc_exchange *x); /* (optional) NULL: this kind keeps no coding error */
     int (*share)(fsdpc_exchange *x, void *buffer, size_t piece_bytes,
                  const char *what); /* (optional) default: FSDPC_E_UNAVAILABLE */
 };
 
-/* What an exchange keeps of one of its units; fsdpc_unit_use(unit) points to it. */
+/* The state that an exchange keeps for one of its units; fsdpc_unit_use(unit) points to it. */
 struct fsdpc_unit_use {
-    int id;   /* position in `units` and `uses` */
-    int slot; /* -1 for a direct unit */
+    int id;   /* index of the unit in `units` and in `uses` */
+    int slot; /* index of the unit's gather slot; -1 for a direct unit */
     int refs;
-    int floor;  /* references that fsdpc_exchange_drop leaves */
-    bool ready; /* all values are in place */
-    bool begun; /* the slot is taken; the gather may be in flight (prefetch) */
-    uint64_t posted,
-        consumed; /* rounds reduced in this backward; "wire", "stream": consumed is 1 once summed */
+    int floor;  /* how many references fsdpc_exchange_drop leaves */
+    bool ready; /* true: all values of the unit are in place */
+    bool begun; /* true: the unit has taken its slot; its gather may still be in flight */
+    /* How often this rank has sent the unit's gradients in this backward, and how many of these rounds are
+     * summed. For "wire" and "stream", `consumed` is 1 if the sum was found complete early, else 0. */
+    uint64_t posted, consumed;
 };
 
 /* Memory of one slot or one unit. The comment of each field of this type says what the memory holds. */
@@ -54,22 +55,26 @@ struct fsdpc_exchange_room {
 struct fsdpc_exchange {
     const struct fsdpc_exchange_i *ops;
     fsdpc_comm *comm;
-    fsdpc_shm *shm; /* "shared": the segment of its ranks; NULL for the other kinds */
+    fsdpc_shm *shm; /* "shared": the segment that the ranks share; NULL for other kinds */
     int rank, world;
     fsdpc_unit **units;          /* borrowed */
     struct fsdpc_unit_use *uses; /* one per unit */
-    bool detached;               /* the units may be in another exchange by now */
-    int forks;                   /* fsdpc_forks() when made, or when a forked child entered it */
+    /* true after fsdpc_exchange_detach: the units may be in another exchange */
+    bool detached;
+    /* fsdpc_forks() when this process made the exchange, or when this forked child first used it */
+    int forks;
     int *trace_ids;
     int unit_count;
     fsdpc_arena *arena;
-    int *slot_unit; /* "wire", "stream": which unit's values a slot holds, -1: none */
+    /* "wire", "stream": for each slot, the id of the unit whose values it holds; -1: none */
+    int *slot_unit;
     uint64_t *slot_tag;
     uint64_t tag;
     uint64_t backwards; /* count of finished synchronised backwards */
     bool poison, trust_order;
-    bool in_turn;       /* "stream" with replicas: the order of units matters on one rank as well */
-    bool settles_apart; /* fsdpc_exchange_settle_apart */
+    /* "stream" with replicas: even a group of one rank must reduce units in a fixed order */
+    bool in_turn;
+    bool settles_apart; /* what fsdpc_exchange_settle_apart has set */
     int reduce_slots;
     size_t max_reduce_bytes, sum_reduce_bytes;
     fsdpc_trace *trace;
@@ -77,44 +82,45 @@ struct fsdpc_exchange {
     uint32_t step;
     uint64_t sent_bytes; /* fsdpc_exchange_sent_bytes */
     size_t coded_bytes;  /* "wire", "stream": memory for coded pieces, beside the slots */
-    size_t lost_bytes;   /* of all rooms in `lost` */
-    /* "wire", "stream": per unit the error that coding left in gradients of segments with error feedback.
-     * `memory` NULL: the unit has no such segment. `lost` NULL: no error is kept. */
+    size_t lost_bytes;   /* size in bytes of all coding errors in `lost` */
+    /* "wire", "stream": for each unit, the coding error of gradients of segments with error
+     * feedback. `memory` NULL: the unit has no such segment. `lost` NULL: no error is kept. */
     struct fsdpc_exchange_room *lost;
-    uint64_t copied_bytes; /* what the gather in progress has cast, for the trace */
+    uint64_t copied_bytes; /* bytes that the gather in progress has cast, for the trace */
 
-    struct fsdpc_shared *shared;   /* "shared" kind's own state */
-    struct fsdpc_streams *streams; /* "stream" kind's own state */
-    struct fsdpc_wire *wire;       /* "wire" kind's own state */
+    struct fsdpc_shared *shared;   /* state of kind "shared" */
+    struct fsdpc_streams *streams; /* state of kind "stream" */
+    struct fsdpc_wire *wire;       /* state of kind "wire" */
 };
 
-/* Counts bytes that this rank sends for a unit, also in the trace. */
+/* Counts the bytes that this rank sends for a unit, and adds them to the trace. */
 void fsdpc_exchange_sent(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t bytes);
 
 extern const struct fsdpc_exchange_i fsdpc_exchange_shared;
 extern const struct fsdpc_exchange_i fsdpc_exchange_wire;
 extern const struct fsdpc_exchange_i fsdpc_exchange_stream;
 
-/* True if gradients (of this unit; NULL: of any unit) are staged in a reduce slot: world > 1, or the unit
- * is offloaded (a copy over PCIe must not block the caller's stream). */
+/* True if the gradients of this unit (NULL: of any unit) are staged in a reduce slot: if there are
+ * several ranks, or if the unit is offloaded (a copy over PCIe must not block the caller's stream). */
 bool fsdpc_exchange_packs(const fsdpc_exchange *x, const fsdpc_unit *unit);
-/* Makes an error FSDPC_E_MISMATCH: rank `who` has unfrozen a parameter
- * (unit -1: it is not known which one), and rank `other` has not. */
+/* Makes an FSDPC_E_MISMATCH error: rank `who` has unfrozen a
+ * parameter (unit -1: unknown), and rank `other` has not. */
 int fsdpc_exchange_thaw_error(const fsdpc_exchange *x, int unit, int param, int who, int other);
-/* Poison in host memory: until fsdpc_arena_unveil this rank reads NaN through the unit's range. */
+/* Poisons a unit in host memory: until fsdpc_arena_unveil this rank reads NaN through the unit's range. */
 int fsdpc_exchange_veil(fsdpc_exchange *x, fsdpc_unit *unit);
-/* Where the unit's gathered values are written. */
+/* Returns the address at which the unit's gathered values are written. */
 char *fsdpc_exchange_values(const fsdpc_exchange *x, fsdpc_unit *unit);
-/* The unit's gathered values become NaN. */
+/* Sets the unit's gathered values to NaN. */
 int fsdpc_exchange_poison(const fsdpc_exchange *x, fsdpc_unit *unit);
 /* "wire", "stream": true if the unit's slot holds the values of another unit that is in use. */
 bool fsdpc_exchange_slot_is_in_use(const fsdpc_exchange *x, const fsdpc_unit *unit);
 /* Casts elements [begin, begin + n) of rank r's piece of a segment from r's master into place. If the segment
- * travels coded, they must be whole blocks, and get the values that decoding would give. */
+ * is sent as codes, the elements must be whole blocks, and get the values that decoding would give. */
 int fsdpc_exchange_cast_piece(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r,
                               int64_t begin, int64_t n);
 
-/* Memory of `lost`: allocated with zeros, for so many receivers; zeroed; freed, also after a failed open. */
+/* Allocate `lost`, filled with zeros, with the coding errors for `receivers` receivers; set it to zero again;
+ * free it, also after fsdpc_exchange_open_lost has failed. */
 int fsdpc_exchange_open_lost(fsdpc_exchange *x, fsdpc_device *device, int receivers);
 int fsdpc_exchange_zero_lost(fsdpc_exchange *x, fsdpc_device *device);
 void fsdpc_exchange_close_lost(fsdpc_exchange *x, fsdpc_device *device);

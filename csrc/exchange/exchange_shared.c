@@ -1,5 +1,5 @@
-/* Ranks of one host, which map the same slots: set-up, the beginning and the end of a forward.
- * Gathering is in exchange_shared_gather.c, reducing in exchange_shared_reduce.c.
+/* The "shared" exchange of the ranks of one host, which map the same slots: set-up, and the beginning and the
+ * end of a forward. Gathering is in exchange_shared_gather.c, reducing is in exchange_shared_reduce.c.
  */
 #include "exchange/exchange_shared_impl.h"
 #include "base/mem.h"
@@ -31,8 +31,8 @@ all_left(const fsdpc_exchange *x)
     return true;
 }
 
-/* A late rank may still read this rank's master shard for the forward that has ended here, so the shard
- * must not change before that rank's forward has ended. With a backward, the end of the backward waits for
+/* Waits until all ranks have ended this forward, because a late rank may still read this rank's master shard
+ * for it, and the caller may change the shard next. If a backward follows, the end of the backward waits for
  * all ranks instead. */
 static int
 leave(fsdpc_exchange *x)

@@ -1,34 +1,34 @@
 /* Ranks that run different numbers of forwards without gradients, and change their weights meanwhile.
  *
- * [Note: changed weights] A rank that has run all its batches may change its weights (swap averages out, step an
- * optimizer) while another rank, with more batches, still gathers these weights. A program makes the same change on
- * every rank. So a forward must not mix values from before the change, of ranks that have not made the change
- * yet, with values from after the change, of ranks that have.
+ * [Note: changed weights] A rank that has run all its batches may change its weights (swap averages out, step
+ * an optimizer) while another rank, with more batches, still gathers them. A program makes the same change on
+ * every rank. A forward must not mix values from before the change with values from after the change.
  *
- * Nothing counts the changes of a program: changes are plain operations on tensors, some of them unknown to
- * autograd, and a rank may hold no element of what changes. So each rank compares samples of its own
- * values when a pass begins, and publishes two tags of passes:
- *   changed  the last pass before which, in most units, the first and the last trainable parameter that the rank
- *            holds had changed since the pass `before`, without a backward of all ranks between the two;
- *   touched  the last pass before which anything may have changed: a sample, a write that autograd has counted
- *            (also to a parameter without elements here), the memory; or the first pass after a backward.
- * and `weights`, the number of its weights ([Note: numbers of weights] in exchange_weights.c): ranks that have changed theirs
- * once and twice between two passes that both gather have the same tags but other numbers.
- * A rank that has begun a later pass without gradients, or waits elsewhere, has run fewer batches. Where that rank
- * has changed its weights and this rank has not touched its own, reading that rank's values is a mismatch.
- * Of two ranks in passes of one tag nobody knows whether both have run equally many batches, and a program may
- * write parameters of which one of them holds nothing. So that is a mismatch only where both ranks hold
- * parts of the parameters that have changed. Programs in which all ranks run every pass get no error, unless they
- * write a part of a parameter in a way that autograd does not count.
+ * Nothing counts the changes of a program: changes are plain operations on tensors, autograd does not see all
+ * of them, and a rank may hold no element of the parameters that change. So each rank compares samples of its
+ * own values when a pass begins, and publishes two tags of passes:
+ *   changed  the last pass before which most units had changed on this rank since the pass `before`. A unit
+ *            has changed if samples of both its first and its last trainable parameter on this rank differ. A
+ *            change by a backward of all ranks does not count;
+ *   touched  the last pass before which anything may have changed: the samples, the memory, or (as autograd
+ *            counts writes) a parameter, even without elements here. A backward counts as a change.
+ * A rank publishes `weights`, the number of its weights ([Note: numbers of weights] in exchange_weights.c).
+ * If one rank changes its weights once between two passes and another rank changes them twice, both ranks
+ * have the same tags but different numbers. A rank that has begun a later pass without gradients, or waits
+ * elsewhere, has run fewer batches. If such a rank has changed its weights and this rank has not touched its
+ * own, reading that rank's values is a mismatch. For two ranks in passes of one tag it is unknown which has
+ * run more batches, and a program may write parameters of which one rank holds no elements. There a change is
+ * a mismatch only if both ranks hold elements of what has changed. A program in which all ranks run every
+ * pass gets an error only if it writes elements in a way that autograd does not count.
  *
- * A rank that waits elsewhere (for a state dict) has not published its changes: this rank compares the other's
- * values with the samples of the other's last pass, or, if it has read the other's values in a later pass of its own,
- * with what it read then. A rank that ended this forward, or a later one, while this rank waited elsewhere may have
- * changed its weights since: the same comparison. A rank that has left changes nothing any more: its values are read
- * as long as no rank has touched its own since, in passes of both kinds.
+ * A rank that waits elsewhere (for a state dict) has not published its changes. So this rank compares the
+ * waiting rank's values with the values that this rank read after the waiting rank's last pass, or else with
+ * the waiting rank's samples. A rank that ended this forward, or a later one, while this rank waited
+ * elsewhere is compared with its samples. A rank that has left changes nothing any more: passes with and
+ * without gradients read its values as long as no other rank has touched its own weights since.
  *
- * Passes with gradients compare themselves only with ranks that wait elsewhere or have left: their tags (next_pass
- * in tree.c) keep them apart from passes without. They publish if the pass before was one without gradients.
+ * A pass with gradients is compared only with ranks that wait elsewhere or have left: its tag (next_pass in
+ * tree.c) differs from all tags without gradients. It publishes if the pass before it had no gradients.
  */
 #include "exchange/exchange_shared_impl.h"
 #include "base/status.h"
@@ -39,7 +39,7 @@ fsdpc_shared_samples_bytes(const fsdpc_exchange *x)
     return fsdpc_weights_bytes(x) * (size_t)x->world;
 }
 
-/* Compares the rank's values with its samples in `all`: those that ranks publish, or this rank has seen. */
+/* Compares a rank's values with its samples in `all`: the published samples or those in `seen`. */
 static enum fsdpc_found
 compare_rank(const fsdpc_exchange *x, _Atomic uint64_t *all, int rank, bool keep)
 {
@@ -72,7 +72,7 @@ fsdpc_shared_compare(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched)
         atomic_store(&own->before, before);
         atomic_store(&own->changed, tag);
     }
-    /* Samples are stored after these tags: a rank that finds new samples finds the change in the tags too. */
+    /* Samples are stored after these tags, so that a rank that finds new samples also finds the new tags. */
     (void)(found != FSDPC_SAME && compare_rank(x, x->shared->samples, x->rank, true));
     const fsdpc_pass pass = {tag, grad, touched};
     fsdpc_weights_number(x, &x->shared->numbers, own->known, &pass, found);
@@ -82,7 +82,7 @@ fsdpc_shared_compare(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched)
 
 /* --- checking -------------------------------------------------------------------------------- */
 
-/* Returns FSDPC_E_MISMATCH and ends the group. unit NULL: at the end of a forward. */
+/* Returns FSDPC_E_MISMATCH and ends the group. `unit` is NULL at the end of a forward. */
 static int
 refuse(fsdpc_exchange *x, const fsdpc_unit *unit, int changed, int unchanged)
 {
@@ -98,8 +98,8 @@ refuse(fsdpc_exchange *x, const fsdpc_unit *unit, int changed, int unchanged)
     return status;
 }
 
-/* True if this rank's weights changed after pass `since` of this step; *before: the pass before the change.
- * The change may be older than this pass: a rank that gathers nothing in a pass checks nothing in it. */
+/* True if this rank's weights changed after pass `since` of this step. *before is the pass before the change.
+ * The change may be older than this pass, because a rank checks nothing in a pass without gathers. */
 static bool
 changed_here(const fsdpc_exchange *x, uint64_t since, uint64_t *before)
 {
@@ -109,9 +109,9 @@ changed_here(const fsdpc_exchange *x, uint64_t since, uint64_t *before)
     return changed > since && changed >> FSDPC_TAG_BITS == x->tag >> FSDPC_TAG_BITS;
 }
 
-/* For a rank r that has begun no pass since `ready`, before this rank's last change. True: r has not
- * made that change, or nobody can tell. If r has begun no pass at all, or may have made this rank's
- * last change but one after its own last pass, only what this rank has read of r since then tells. */
+/* True if rank r lacks this rank's last change, or if nobody can tell. Rank r's last pass is `ready`. The
+ * values of r are compared with what this rank has read since that pass, or else with r's samples. Samples
+ * tell nothing if r has begun no pass, or if this rank's change before the last one came after `ready`. */
 static bool
 lacks_change(const fsdpc_exchange *x, int r, uint64_t ready)
 {
@@ -123,8 +123,8 @@ lacks_change(const fsdpc_exchange *x, int r, uint64_t ready)
     return compare_rank(x, seen ? s->seen : s->samples, r, false) == FSDPC_SAME;
 }
 
-/* True if the weights of this rank and of rank r have different numbers (both
- * have begun this pass); *who: the rank whose change is the later one. */
+/* True if this rank and rank r have both begun this pass and their weights have different numbers. *who is
+ * set to the rank whose change is the later one. */
 static bool
 other_number(const fsdpc_exchange *x, int r, int *who)
 {
@@ -136,7 +136,7 @@ other_number(const fsdpc_exchange *x, int r, int *who)
     return own != other && fsdpc_weights_alike(x, r, own, other);
 }
 
-/* True if rank r, which waits elsewhere, is back at weights that it had before, and this rank has others. */
+/* True if rank r, which waits elsewhere, has put back earlier weights, and this rank has other weights. */
 static bool
 older_number(const fsdpc_exchange *x, int r)
 {
@@ -153,7 +153,7 @@ older_number(const fsdpc_exchange *x, int r)
     return found && atomic_load(&other->known[own % FSDPC_KNOWN_WEIGHTS]) != hash;
 }
 
-/* Rank r waits elsewhere, and this rank has read its values. True if one of them has changed its weights. */
+/* True if only rank r, which waits elsewhere, or only this rank has changed weights. Keeps samples of r. */
 static bool
 waits_elsewhere(fsdpc_exchange *x, int r, uint64_t touched, int *who)
 {
@@ -185,8 +185,8 @@ is_changed_behind(const fsdpc_exchange *x, int r)
            compare_rank(x, x->shared->samples, r, false) != FSDPC_SAME;
 }
 
-/* True if rank r's values belong to other weights than this rank's in this pass; *who: the rank whose weights
- * have changed. */
+/* True if rank r's values belong to other weights than those of this rank in this pass. *who is set to the
+ * rank that has changed its weights. */
 static bool
 differs(fsdpc_exchange *x, int r, int *who)
 {
@@ -216,7 +216,7 @@ differs(fsdpc_exchange *x, int r, int *who)
            (ready > x->tag || fsdpc_weights_share(x, x->rank, r));
 }
 
-/* A rank that has left before this pass cannot have made a change that any rank has made since. */
+/* Fails if a rank has touched its weights since `left` left: rank `left` cannot have made the same change. */
 static int
 check_left(fsdpc_exchange *x, const fsdpc_unit *unit, int left)
 {

@@ -1,21 +1,21 @@
 /* Gathering through slots that all ranks of a host share.
  *
- * Each slot has a small record in the segment: which unit it holds, for which tag, who holds it,
- * and how many chunks of each piece have been claimed and finished. A gather
+ * Each slot has a small record in the segment: which unit it holds, for which tag, which ranks hold the slot,
+ * and how many chunks of each rank's piece have been claimed and finished. A gather
  *   1. takes hold of the slot: joins if it shows this unit at this tag, claims it if no rank holds
  *      it, else waits (or uses private memory, if every rank that it waits for waits as well),
- *   2. casts its own piece chunk by chunk, then the unclaimed chunks of other pieces whose owner's
+ *   2. casts this rank's piece chunk by chunk, then the unclaimed chunks of those pieces whose owner's
  *      master shard is final for this tag,
  *   3. waits for chunks that other ranks are casting.
- * So a rank waits for another rank only while that one casts a chunk, or until the owner of a piece
- * has begun the same pass; the order in which ranks gather units does not matter. A release drops
- * the hold; other ranks can join the values until the slot is claimed for another unit.
+ * So a rank waits only while another rank casts a chunk, or until the owner of a piece has begun the
+ * same pass. The order in which ranks gather units does not matter. A release drops the hold; other
+ * ranks can join the values until the slot is claimed for another unit.
  *
  * [Note: tags] A rank publishes its tag when it begins a root forward, after its optimizer step. If
- * the owner of a piece waits itself (ranks run different numbers of forwards), its master shard cannot
- * change before this rank catches up, so an older tag with the same count of backwards will do. That
- * holds only if no rank can continue with private memory: the owner may be behind, and wait for a slot
- * ([Note: stuck] in shm_stuck.c).
+ * the owner of a piece is waiting too (ranks run different numbers of forwards), its master shard cannot
+ * change before this rank catches up, so an older tag with the same count of backwards is enough. Such
+ * a tag is used only if no rank can continue with private memory: otherwise the owner may be behind, and wait
+ * for a slot ([Note: stuck] in shm_stuck.c).
  */
 #include <sched.h>
 
@@ -52,7 +52,7 @@ fsdpc_shared_slot_clear(fsdpc_exchange *x, int slot)
     fsdpc_shared_slot(x, slot)->unit = -1;
 }
 
-/* Critical sections are a few stores long; the checks here detect a rank that dies or stops in one. */
+/* A rank holds the lock for a few stores only. The checks here detect a rank that dies or stops meanwhile. */
 static int
 lock_slot(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, const fsdpc_wait *what)
 {
@@ -91,7 +91,7 @@ chunks_of_unit(const fsdpc_unit *unit)
     return (uint32_t)((fsdpc_unit_layout(unit)->shard_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES);
 }
 
-/* The last segment that starts at or before a byte of the shard. */
+/* Returns the last segment that starts at or before a byte of the shard. */
 static int
 segment_at(const fsdpc_layout *layout, size_t byte)
 {
@@ -107,8 +107,8 @@ segment_at(const fsdpc_layout *layout, size_t byte)
     return low;
 }
 
-/* The first element at or behind a byte of the segment; in a coded segment the first
- * one there that begins a block, so that a chunk has the blocks that begin in it. */
+/* Returns the first element at or behind a byte of the segment. In a coded segment that is the first element
+ * there that begins a block, so that each chunk covers the blocks that begin in the chunk. */
 static int64_t
 element_at(const fsdpc_segment *seg, size_t byte)
 {
@@ -138,7 +138,7 @@ fill_chunk(fsdpc_exchange *x, fsdpc_unit *unit, int r, uint32_t chunk)
     return FSDPC_OK;
 }
 
-/* Casts the unclaimed chunks of rank r's piece. */
+/* Casts the chunks of rank r's piece that no rank has claimed yet. */
 static int
 fill_piece(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, int r, uint32_t chunks)
 {
@@ -175,8 +175,8 @@ all_final(fsdpc_exchange *x, bool older)
     return true;
 }
 
-/* Waits, or fails if this rank needs the master shard of a rank that has left in good order. Such a rank
- * may have finished its master just before it left: so this reads first that it has left, then its tag. */
+/* Waits, or fails if this rank needs the master shard of a rank that has left in good order. A rank may
+ * finish its master shard just before it leaves, so the departure is read first and the tag afterwards. */
 static int
 wait_for_masters(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, enum fsdpc_shm_way way)
 {
@@ -227,12 +227,12 @@ fsdpc_shared_drop_prefetched(fsdpc_exchange *x)
     return FSDPC_OK;
 }
 
-/* *busy: the slot is in use. With may_wait the caller must then use private memory: the wait could not end,
- * because this rank holds the slot for another unit, or all other ranks wait as well.
+/* Sets *busy if the slot is in use. With may_wait the caller must then use private memory: the wait could not
+ * end, because this rank holds the slot for another unit, or all other ranks wait as well.
  *
- * A slot is not claimed before every rank has begun this pass, unless all wait: a rank that is ahead
- * (no_sync does not synchronise the ranks) would hold a slot that it cannot fill, while ranks behind need
- * the slot for the previous pass. */
+ * A slot is not claimed before every rank has begun this pass, unless all ranks wait: a rank that is ahead
+ * (no_sync does not synchronise the ranks) would hold a slot that it cannot fill, while the ranks that are
+ * behind need the slot for the previous pass. */
 static int
 take_hold(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool may_wait,
           bool *busy)
@@ -243,7 +243,7 @@ take_hold(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool
     uint32_t chunks = chunks_of_unit(unit);
     *busy = false;
     if (may_wait && slot_held(x, slot)[x->rank]) {
-        /* Perhaps this rank holds the slot only for a prefetch. */
+        /* This rank may hold the slot only for a prefetch, which can be dropped. */
         FSDPC_TRY(fsdpc_shared_drop_prefetched(x));
     }
     for (;;) {
@@ -257,7 +257,7 @@ take_hold(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool
         enum hold hold = hold_locked(x, unit, slot, chunks, final || act);
         unlock_slot(slot);
         if (hold == CLAIMED && !final) {
-            fsdpc_shared_notify(x); /* Ranks that may not claim the slot may join now. */
+            fsdpc_shared_notify(x); /* Ranks that may not claim a slot can now join this one. */
         }
         if (hold != BUSY) {
             fsdpc_shared_wait_was_worth(x, &wait);
@@ -280,7 +280,7 @@ done:
 
 /* --- gather ---------------------------------------------------------------------------------- */
 
-/* True if this rank could fill unclaimed chunks if it accepted masters with an older tag than this pass's. */
+/* True if this rank could fill unclaimed chunks by accepting masters whose tag is older than this pass's. */
 static bool
 older_helps(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, uint32_t chunks)
 {
@@ -293,7 +293,7 @@ older_helps(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, uint32_t chunks)
     return false;
 }
 
-/* Fills this rank's piece; with `all` also other ranks' pieces, until all values are in place. */
+/* Fills this rank's piece. With `all`, also fills other ranks' pieces, and waits for all values. */
 static int
 complete(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool all)
 {
@@ -321,7 +321,7 @@ done:
     return status;
 }
 
-/* Gathers into private memory behind the range, which this rank fills alone. */
+/* Gathers into private memory that replaces the slot at the unit's addresses. This rank alone fills it. */
 static int
 gather_spare(fsdpc_exchange *x, fsdpc_unit *unit)
 {

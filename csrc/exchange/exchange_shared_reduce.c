@@ -1,19 +1,19 @@
 /* Reducing through memory that all ranks of a host share.
  *
- * Each rank packs a unit's gradients into one of its own reduce slots and posts it. When all ranks
- * have posted a unit, every rank sums its own slice of all posts, in rank order and in the
- * accumulate dtype, so that two runs agree to the bit, and acknowledges; a slot whose post has been
- * acknowledged by all is free again. A rank waits within a backward only when all its slots are in
- * flight. At the end of backward each rank sets "ended": it did not run the units that it has not
- * posted by then, and its gradients of those units count as absent.
+ * Each rank packs a unit's gradients into one of its own reduce slots and posts the slot. When all ranks
+ * have posted a unit, every rank sums its own slice of all posts, and then acknowledges the posts. Sums are
+ * made in rank order and in the accumulate dtype, so that two runs agree to the bit. A slot whose post all
+ * ranks have acknowledged is free again. A rank waits within a backward only when all its slots are in
+ * flight. At the end of backward each rank sets "ended". The rank's gradients of units that it has not
+ * posted by then count as absent.
  *
  *   rank 0  pack A | pack B        | pack C | ended
- *   rank 1     pack A    | pack B  |          ended      C: the sum is rank 0's alone
+ *   rank 1     pack A    | pack B  |          ended      C: the sum has only rank 0's gradients
  *
  * A unit whose gradients become complete several times in one backward is posted twice at most: later
  * gradients are accumulated on this rank and posted at the end, after this rank has set "first" (all its
  * first posts are made). So a rank never waits within a backward for another rank to reduce the same
- * unit, which that rank may do later, or never.
+ * unit, which the other rank may do later, or never.
  *
  * If a rank needs a slot while all other ranks wait as well (ranks run units in different order), the
  * rank uses the unit's overflow slot: sparse memory, whose pages are freed afterwards.
@@ -83,7 +83,7 @@ acknowledge(fsdpc_exchange *x, int rank, int slot)
     }
 }
 
-/* FSDPC_E_MISMATCH: another rank has posted a unit whose gradients this rank keeps. */
+/* Returns FSDPC_E_MISMATCH: another rank has posted a unit whose gradients this rank does not sum now. */
 static int
 differs_in_sync(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
 {
@@ -98,7 +98,7 @@ differs_in_sync(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
                        r, fsdpc_unit_name(unit), x->rank);
 }
 
-/* Sums one complete round of a unit. */
+/* Sums the posts of one complete round of a unit, and acknowledges them. */
 static int
 consume(fsdpc_exchange *x, fsdpc_unit *unit, uint64_t round)
 {
@@ -119,7 +119,7 @@ consume(fsdpc_exchange *x, fsdpc_unit *unit, uint64_t round)
     FSDPC_TRY(fsdpc_grad_sum(unit, sources, x->world));
     for (int r = 0; r < x->world; r++) {
         struct fsdpc_post_ctl *post = post_of(x, fsdpc_unit_use(unit)->id, r);
-        if (atomic_load(&post->round) == round) { /* sources[r] is NULL for slots of no bytes too */
+        if (atomic_load(&post->round) == round) { /* sources[r] is NULL for slots of 0 bytes too */
             acknowledge(x, r, (int)post->slot);
         }
     }
@@ -140,15 +140,15 @@ anyone_posted(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
     return false;
 }
 
-/* Sums all complete rounds. Units that this rank did not run are checked only after it has set "first":
- * before, their rounds are not complete. */
+/* Sums all complete rounds. Units that this rank did not run are checked only after this rank has set
+ * "first": their rounds cannot be complete earlier. */
 static int
 progress(fsdpc_exchange *x)
 {
     bool absent_too = atomic_load(&x->shared->ranks[x->rank].first) > x->backwards;
     for (int u = 0; u < x->unit_count; u++) {
         fsdpc_unit *unit = x->units[u];
-        const struct fsdpc_unit_use *use = &x->uses[u]; /* each post walks all units */
+        const struct fsdpc_unit_use *use = &x->uses[u]; /* without a call, to save time */
         while (use->consumed < use->posted || absent_too) {
             uint64_t round = round_tag(x, use->consumed + 1);
             if (!anyone_posted(x, unit, round) || !round_is_complete(x, unit, round)) {
@@ -178,7 +178,7 @@ previous_post_is_done(fsdpc_exchange *x, const fsdpc_unit *unit)
            slot_is_free(x, (int)post->slot);
 }
 
-/* A free base slot, or -1. */
+/* Returns the index of a free base slot, or -1. */
 static int
 free_base_slot(fsdpc_exchange *x)
 {
@@ -192,7 +192,7 @@ free_base_slot(fsdpc_exchange *x)
     return -1;
 }
 
-/* Fails if a rank has left in good order without ending this backward: it will never end it. */
+/* Fails if a rank has left in good order without ending this backward: the rank will never end it. */
 static int
 check_missing_left(fsdpc_exchange *x, const fsdpc_wait *what)
 {
@@ -223,7 +223,7 @@ acquire_slot(fsdpc_exchange *x, fsdpc_unit *unit, int *slot)
             }
         }
         FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);
-        /* WAY_NONE, because there is no fallback here: every rank must acknowledge this unit's first post. */
+        /* With WAY_NONE there is no fallback: all ranks must first acknowledge the unit's previous post. */
         FSDPC_GOTO(way == FSDPC_WAY_NONE ? check_missing_left(x, &wait.what) : FSDPC_OK, done);
         if (fsdpc_shared_must_act(x, &wait, way)) {
             *slot = x->reduce_slots + fsdpc_unit_use(unit)->id;
@@ -261,7 +261,7 @@ fsdpc_shared_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *gra
                                              : fsdpc_grad_keep_local(unit, grads);
 }
 
-/* All ranks have posted the unit, so all are done with its values in this backward. */
+/* True if all ranks have posted the unit and its sum is made: no rank needs its values in this backward. */
 bool
 fsdpc_shared_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
@@ -295,7 +295,7 @@ forget_rounds(fsdpc_exchange *x)
     }
 }
 
-/* Returns overflow memory to the kernel when all ranks have acknowledged its post. */
+/* Gives the memory of an overflow slot back to the kernel, if all ranks have acknowledged the slot's post. */
 static int
 discard_overflow(fsdpc_exchange *x)
 {
@@ -309,14 +309,14 @@ discard_overflow(fsdpc_exchange *x)
         uint64_t at = s->over_offset + s->over_stride * (uint64_t)x->rank + s->over_at[u];
         size_t bytes =
             fsdpc_round_up(fsdpc_unit_layout(x->units[u])->reduce_bytes, fsdpc_shm_page_bytes());
-        if (bytes > 0) { /* a unit whose parameters have no elements */
+        if (bytes > 0) { /* 0 if the unit's parameters have no elements */
             FSDPC_TRY(fsdpc_shm_discard(x->shm, at, bytes));
         }
     }
     return FSDPC_OK;
 }
 
-/* Posts all units with local gradients that were posted `times` times so far. */
+/* Posts the local gradients of all units that this rank has posted `times` times in this backward. */
 static int
 post_what_waits(fsdpc_exchange *x, uint64_t times)
 {
@@ -329,7 +329,7 @@ post_what_waits(fsdpc_exchange *x, uint64_t times)
     return FSDPC_OK;
 }
 
-/* On a timeout: names the ranks that have not ended their backward. */
+/* Makes a timeout error name the ranks that have not ended their backward. */
 static int
 name_missing(fsdpc_exchange *x, const fsdpc_wait *what, int status)
 {

@@ -1,4 +1,4 @@
-/* Waits for other ranks of the host: for a change of shared state, with a deadline, and with a fallback
+/* Waits of a rank for a change that other ranks of its host make: each wait has a deadline, and a fallback
  * when no rank can make that change ([Note: stuck] in shm_stuck.c).
  */
 #include "exchange/exchange_shared_impl.h"
@@ -8,11 +8,11 @@
 /* The longest sleep before a wait examines its condition again. */
 static const int64_t slice_ns = 20000000;
 
-/* [Note: patience] While this rank waits for a slot, the rank that has the slot may wait for this one outside
- * of fsdpc: in a torch collective inside a forward, or in another group. Private memory is always correct,
- * so it is used when the wait has lasted for the patience without another rank computing, and after ten
- * times the patience in any case. Such a deadlock repeats in each step, so it lowers the patience; a wait
- * that ended by itself raises it. */
+/* [Note: patience] While this rank waits for a slot, the rank that has the slot may wait for this rank
+ * outside of fsdpc: in a torch collective inside a forward, or in another group. Private memory is always
+ * correct, so this rank uses private memory when it has waited for the time `patience` while the other ranks
+ * were idle, and after ten times that time in any case. The deadlock repeats in each step, so a wait that
+ * ends with private memory shortens `patience`. A wait that the other ranks ended lengthens `patience`. */
 int64_t fsdpc_shared_patience_ns = 200000000;
 static const int64_t patience_least_ns = 1000000;
 enum { SOONER = 4, IN_ANY_CASE = 10 };
@@ -23,7 +23,7 @@ fsdpc_shared_notify(fsdpc_exchange *x)
     fsdpc_shm_notify(x->shm);
 }
 
-/* Processor time of all other ranks together. */
+/* Returns the sum of the processor time of all other ranks. */
 static int64_t
 used_by_others(const fsdpc_exchange *x)
 {
@@ -55,7 +55,7 @@ start_waiting(fsdpc_exchange *x, struct fsdpc_shared_wait *wait)
     fsdpc_shm_stand_begin(x->shm);
 }
 
-/* True if the rank has the lock of a gather slot, which a rank gives back after a few stores. */
+/* True if the rank has the lock of a gather slot. A rank keeps this lock for a few stores only. */
 static bool
 has_lock(const fsdpc_exchange *x, int rank)
 {
@@ -66,8 +66,8 @@ has_lock(const fsdpc_exchange *x, int rank)
     return any;
 }
 
-/* True if the rank slept just now (its deadline may be just over), in no barrier that waits for this one; or
- * if it stands in a wait without a slot's lock: one that stopped with it stands too, but has not slept. */
+/* True if the rank slept lately, but not in a barrier that waits for this rank. Also true if the rank is in a
+ * wait and has no slot's lock: a rank that stopped while it had a slot's lock is in a wait too. */
 static bool
 seems_to_wait(const fsdpc_exchange *x, int rank)
 {
@@ -108,8 +108,8 @@ fsdpc_shared_announce(fsdpc_exchange *x, uint64_t tag, int unit, int param)
     return FSDPC_OK;
 }
 
-/* A deadlock: another rank waits for all ranks to unfreeze parameters before a pass that this rank has
- * begun without unfreezing. */
+/* Fails in a deadlock: another rank waits for all ranks to unfreeze parameters before a pass that this rank
+ * has begun without unfreezing them. */
 static int
 check_thaws(fsdpc_exchange *x)
 {

@@ -8,16 +8,16 @@
  *                   piece to the shard gradient (units with codes:
  *                   exchange_stream_coded.c)                                        -> summed
  *   caller's stream waits for `summed` at the end of backward; then the optimizer may read. An optimizer
- *                   that steps in backward reads a unit's sum when this stream has waited for the
- *                   unit's reduce slot, which the next unit takes
+ *                   that steps in backward may read a unit's sum when this stream has waited for the
+ *                   unit's reduce slot, as it does before another unit takes that slot
  *
  * A gather reads shards, which the optimizer writes. The caller's stream waits for each gather whose
  * values are used, and at the end of a pass for prefetched gathers whose values were not used.
  *
- * Gathers and reductions have communicators of their own, so that a gather never queues behind a
- * reduction. All ranks must gather and reduce in one order, as on a wire. A step has no allocation and no
- * host sync, with two exceptions that are counted: a spare mapping (two live units of one slot), and a
- * rank with unused parameters, which needs to find out whether other ranks used them.
+ * Gathers and reductions use different communicators, so that a gather never queues behind a
+ * reduction. All ranks must gather and reduce in one order, as in the "wire" exchange. A step has no
+ * allocation and no host sync, with two exceptions that are counted: a unit that needs private memory because
+ * its slot is in use, and a rank with unused parameters, which must find out whether other ranks used them.
  */
 #include <string.h>
 
@@ -68,7 +68,7 @@ open_slots(fsdpc_exchange *x, struct fsdpc_streams *s)
     return fsdpc_stream_slots_open(x);
 }
 
-/* Fills `all` with the used bits of a rank that used all of its parameters. */
+/* Fills `all` with the used bits of a rank that has used all its trainable parameters. */
 static int
 fill_all(fsdpc_exchange *x, struct fsdpc_streams *s, size_t bytes)
 {
@@ -127,7 +127,7 @@ open_streams(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     return open_bits(x, s);
 }
 
-/* Waits until `end_ns` at most: all events of a close share one deadline. */
+/* Waits for the event until `end_ns` at most. All events that a close waits for share this deadline. */
 static void
 await_event(const struct fsdpc_streams *s, fsdpc_event *event, int64_t end_ns)
 {
@@ -135,7 +135,7 @@ await_event(const struct fsdpc_streams *s, fsdpc_event *event, int64_t end_ns)
     (void)fsdpc_device_finish(s->device, event, left > 0 ? left : 0, "the end of an exchange");
 }
 
-/* The streams of the slots' readers may differ from this thread's: any thread may collect garbage. */
+/* Waits for each slot's last reader. Its stream may be another one, as any thread may close an exchange. */
 static void
 await_readers(struct fsdpc_streams *s, int64_t end_ns)
 {
@@ -147,7 +147,7 @@ await_readers(struct fsdpc_streams *s, int64_t end_ns)
     }
 }
 
-/* Memory is freed only when no stream uses it; the abort of a broken communicator ends its streams. */
+/* Waits until no stream uses the exchange's memory. If a communicator is broken, its abort ends its work. */
 static void
 drain(const fsdpc_exchange *x, struct fsdpc_streams *s)
 {
@@ -217,7 +217,7 @@ begin(fsdpc_exchange *x, uint64_t tag)
     FSDPC_TRY(fsdpc_stream_check(x));
     FSDPC_TRY(fsdpc_device_capture(s->device, &s->capture));
     if (s->begun && s->tag == tag && s->capture == before) {
-        return FSDPC_OK; /* a backward after its forward: the masters are the same */
+        return FSDPC_OK; /* a backward follows its forward: the masters are the same */
     }
     FSDPC_TRY(fsdpc_stream_turns_begin(x));
     s->begun = true;
@@ -229,7 +229,7 @@ begin(fsdpc_exchange *x, uint64_t tag)
     return fsdpc_device_record(s->device, s->masters);
 }
 
-/* On the gather stream: waits for the masters to be final, and for the slot's last reader. */
+/* Makes the gather stream wait until the masters are final and the slot's last reader has finished. */
 static int
 await_slot(struct fsdpc_streams *s, const fsdpc_unit *unit)
 {
@@ -279,14 +279,14 @@ slot_shows(const fsdpc_exchange *x, const fsdpc_unit *unit)
            x->slot_tag[fsdpc_unit_use(unit)->slot] == x->tag;
 }
 
-/* Before an address is mapped to other memory, all queued work on the old memory must be done. */
+/* Waits on the host for all queued work on the old memory, before an address is mapped to other memory. */
 static int
 sync_before_remap(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
     return fsdpc_stream_sync(x, fsdpc_unit_name(unit));
 }
 
-/* Spare memory is zeroed on the current stream, so the gather stream, which writes to it next, is set. */
+/* Makes the gather stream current, so that spare memory is zeroed there before the gather writes to it. */
 static int
 map_spare(fsdpc_exchange *x, fsdpc_unit *unit)
 {
@@ -347,8 +347,8 @@ gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
     return FSDPC_OK;
 }
 
-/* What the caller does next may write the shards of units that were prefetched and not used: its stream waits
- * for the last of their gathers. Only gathers of this capture count: it may have begun or ended since. */
+/* The caller may next write shards of units that were prefetched and not used, so its stream waits for the
+ * last of these gathers. Gathers of another capture do not count: a capture may have begun or ended since. */
 static int
 rest(fsdpc_exchange *x)
 {
@@ -393,7 +393,7 @@ release(fsdpc_exchange *x, fsdpc_unit *unit)
     if (x->poison) {
         FSDPC_TRY(poison(x, unit));
     } else if (unread) {
-        return FSDPC_OK; /* the slot's last user is the gather, whose stream is in order */
+        return FSDPC_OK; /* only the gather used the slot, and all gathers are on one stream */
     }
     struct fsdpc_reader *reader = &s->readers[use->slot];
     reader->pending = true;

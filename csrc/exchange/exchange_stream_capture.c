@@ -1,9 +1,9 @@
-/* A step of the "stream" exchange inside a capture: recorded into a graph that runs later.
+/* A step of the "stream" exchange that is captured into a graph, which runs later.
  *
  * Addresses never change and a step allocates nothing, so a step without host syncs can be captured.
- * Events recorded outside of the capture are not waited for: the launch of the graph is ordered behind
- * earlier work by its caller. At the end of a pass the caller's stream waits for the exchange's streams, or
- * the capture could not end. An operation that needs a host sync is refused by name.
+ * A captured step does not wait for events that were recorded outside of the capture: the caller orders the
+ * launch of the graph behind earlier work. At the end of a pass the caller's stream waits for the exchange's
+ * streams, else the capture could not end. An operation that needs a host sync fails; the error names it.
  */
 #include "exchange/exchange_stream_impl.h"
 #include "base/status.h"
@@ -32,7 +32,7 @@ fsdpc_stream_join_capture(struct fsdpc_streams *s)
     if (s->capture == 0) {
         return FSDPC_OK;
     }
-    /* A stream without captured work is not part of the capture. */
+    /* A stream on which no work was captured is not part of the capture, so it is not joined. */
     if (s->masters_awaited) {
         FSDPC_TRY(join(s, s->gather));
     }

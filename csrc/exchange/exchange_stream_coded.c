@@ -1,10 +1,10 @@
-/* Gradients that travel coded between GPUs, on the reduce stream. A reduce-scatter would sum codes, so ranks
- * send each other pieces, and decode what lands on its way into the sum, which has the same bits as a wire's.
+/* Gradients that travel coded between GPUs, on the reduce stream. A reduce-scatter would sum the codes. So
+ * ranks send pieces to each other, and decode received pieces into the sum, which has the same bits as in
+ * "wire".
  *
- * Behind the packed gradients of a reduce slot lies one stretch per receiver, with this rank's pieces of
- * all segments as sent, then one stretch per sender. One launch codes, one call exchanges, one launch sums.
- * All of it is in the stream's order, and the slot is free when `summed` is recorded, so no wait is added.
- */
+ * Behind a slot's packed gradients lies one block per receiver, with this rank's coded pieces of all
+ * segments, then one block per sender. One launch codes, one call exchanges the blocks, one launch sums. The
+ * event `summed` is recorded after all this work, so a wait for `summed` is enough to reuse the slot. */
 #include "base/mem.h"
 #include "base/status.h"
 #include "exchange/exchange_stream_impl.h"
@@ -42,7 +42,7 @@ fsdpc_stream_coded_close(fsdpc_exchange *x)
     fsdpc_mem_free(s->offsets);
 }
 
-/* Adds one coding for the pieces of the ranks before this one and one for those behind it. Returns how many. */
+/* Lists one coding for the pieces of the ranks below this rank and one for those above. Returns the count. */
 static int
 list_segment(const fsdpc_exchange *x, const fsdpc_segment *seg, char *packed, char *pieces,
              size_t stride, float *lost, fsdpc_coding *list)

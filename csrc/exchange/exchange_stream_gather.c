@@ -1,9 +1,9 @@
-/* A unit's values on the gather stream: one launch that casts this rank's pieces into their place in
- * the slot, whatever the number of dtypes, and one call of the communicator for all segments.
+/* Gathers of a unit's values on the gather stream. One launch casts this rank's pieces into their place in
+ * the slot, whatever the number of dtypes, and one call of the communicator gathers all segments.
  *
  * Segments that travel coded take one launch before that call, which codes this rank's pieces into
- * memory beside the slots, and one launch behind that call, which decodes all ranks' pieces into the
- * slot. The stream is in order, so one such memory serves all units, and nothing has to wait for it.
+ * memory beside the slots, and one launch after that call, which decodes all ranks' pieces into the
+ * slot. The stream is in order, so one such memory serves all units without additional waits.
  */
 #include <stdio.h>
 
@@ -34,7 +34,7 @@ plan_unit(fsdpc_exchange *x, const fsdpc_unit *unit, fsdpc_pack_plan **out)
             .dtype = seg->compute,
         };
     }
-    /* Gaps between this rank's pieces are kept: there lie other ranks' pieces, and decoded segments. */
+    /* The gaps between this rank's pieces are kept: other ranks' pieces and decoded segments lie in them. */
     FSDPC_GOTO(count > 0 ? fsdpc_device_pack_plan(x->streams->device, targets, NULL, count,
                                                   layout->full_bytes, true, out)
                          : FSDPC_OK,
@@ -120,7 +120,7 @@ cast_pieces(fsdpc_exchange *x, fsdpc_unit *unit)
                                   fsdpc_unit_full(unit), NULL, s->pieces, 1.0);
 }
 
-/* Codes this rank's pieces (`encode`), or decodes the pieces of all ranks. */
+/* Codes this rank's pieces if `encode` is set, else decodes the pieces of all ranks. */
 static int
 code(fsdpc_exchange *x, fsdpc_unit *unit, bool encode)
 {

@@ -1,9 +1,9 @@
-/* Host syncs for offloaded units: their optimizer runs on the CPU (unit_offload.c).
+/* Host syncs for offloaded units, whose optimizer runs on the CPU (unit_offload.c).
  *
  * A synchronised backward ends with one host sync for all units: the reduce stream waits for the last read
- * of a master shard, and the host waits for the reduce stream. The wait fails when a communicator is
- * broken; each collective has its deadline. Where the optimizer steps unit by unit, the host waits for each
- * unit's sum in turn, and steps that unit while the device sums and copies the next ones.
+ * of a master shard, and the host waits for the reduce stream. Each collective has its own deadline, so this
+ * wait needs none: it fails when a communicator has failed. If the optimizer steps unit by unit, the host
+ * waits for each unit's sum in turn, and steps that unit while the device sums and copies the next units.
  */
 #include "exchange/exchange_stream_impl.h"
 #include "base/status.h"
@@ -33,7 +33,7 @@ in_flight(const fsdpc_exchange *x, enum fsdpc_which which)
     return count;
 }
 
-/* Waits for the sums of communication hooks, which are not made on the reduce stream. */
+/* Waits for the sums that communication hooks make, because hooks do not make them on the reduce stream. */
 static int
 join_hooked(fsdpc_exchange *x)
 {

@@ -1,8 +1,8 @@
 /* The reducing half of the "stream" exchange (exchange_stream.c lists the waits).
  *
- * [Note: used bits] Which parameters got a gradient on some rank is all-reduced on the device behind
- * the last reduction and copied to pinned memory. For a rank that used all of its parameters the result
- * is all ones, without a host sync.
+ * [Note: used bits] The bits that say which parameters got a gradient are all-reduced on the device behind
+ * the last reduction. A rank that left parameters unused copies the result to the host and waits for it. A
+ * rank that used all its parameters knows that the result is all ones, and needs no host sync.
  */
 #include <stdio.h>
 #include <string.h>
@@ -58,8 +58,8 @@ await_slot(const struct fsdpc_streams *s, struct fsdpc_reduce_slot *slot)
     return FSDPC_OK;
 }
 
-/* The caller's stream packs into the next slot, or (one rank) into `partial`, which an earlier sum of the
- * unit in this backward may still be reading: waits for the last reader. */
+/* Makes the caller's stream wait until the memory that it packs into is free. That memory is the next slot
+ * or, with one rank, `partial`, which an earlier sum of the unit in this backward may still read. */
 static int
 await_room(fsdpc_exchange *x, const fsdpc_unit *unit, struct fsdpc_reduce_slot *slot)
 {
@@ -108,7 +108,7 @@ send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
     return status;
 }
 
-/* One rank, no replicas, not offloaded: one launch on the caller's stream does all. */
+/* True if one launch on the caller's stream does all work: for one rank without replicas or offloading. */
 static bool
 stays_here(const fsdpc_exchange *x, const fsdpc_unit *unit)
 {
@@ -156,8 +156,8 @@ caller_is_behind(const fsdpc_exchange *x, const fsdpc_unit *unit)
     return false;
 }
 
-/* Which parameters other ranks used is known only at the end, so a unit of which this rank left parameters
- * unused counts as summed only at the end. An offloaded unit never counts as summed here: the CPU reads its
+/* It is known only at the end which parameters other ranks used, so a unit with parameters that this rank has
+ * not used counts as summed only at the end. An offloaded unit never counts as summed here: the CPU reads its
  * sum after fsdpc_exchange_settle. */
 bool
 fsdpc_stream_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
@@ -173,7 +173,7 @@ fsdpc_stream_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
 
 /* --- the end of backward ----------------------------------------------------------------------- */
 
-/* True if other ranks' used bits of the unit do not matter here, as when this rank used all parameters. */
+/* True if this rank needs no other rank's used bits of the unit, for example if it used all parameters. */
 static bool
 needs_no_bits(const fsdpc_unit *unit)
 {
@@ -224,7 +224,7 @@ join_bits(fsdpc_exchange *x)
                                           FSDPC_STREAM_TURN_FLOATS);
 }
 
-/* See [Note: used bits]. On the reduce stream. */
+/* Shares the used bits of all ranks, on the reduce stream. See [Note: used bits]. */
 static int
 share_used(fsdpc_exchange *x)
 {
@@ -251,7 +251,7 @@ share_used(fsdpc_exchange *x)
     return FSDPC_OK;
 }
 
-/* Later work on the caller's stream waits for the last sum: the reduce stream makes all sums in order. */
+/* Makes the caller's stream wait for the last sum. The reduce stream makes all sums in order. */
 static int
 await_sums(fsdpc_exchange *x)
 {
@@ -263,12 +263,12 @@ await_sums(fsdpc_exchange *x)
     for (int i = 0; i < x->reduce_slots; i++) {
         s->slots[i].busy = false;
     }
-    /* Where all gradients are offloaded, the host sync is enough. */
+    /* If all gradients are offloaded, the host sync in fsdpc_stream_offload_end is enough. */
     return s->all_offloaded ? FSDPC_OK : fsdpc_device_wait(s->device, s->slots[last].summed);
 }
 
-/* Local gradients are sent if the unit was reduced more than once, even if this rank has none: so ranks that
- * ran the same modules make the same collectives. One rank alone sends only local gradients that it has. */
+/* Sends a unit's local gradients. With several ranks, a unit that was reduced more than once is sent even if
+ * this rank has no local gradients: ranks that ran the same modules must call the same collectives. */
 static int
 send_kept(fsdpc_exchange *x, fsdpc_unit *unit)
 {
@@ -309,7 +309,7 @@ fsdpc_stream_end(fsdpc_exchange *x)
 
 /* --- small things for all ranks ----------------------------------------------------------------- */
 
-/* On the reduce stream, so that the communicator is used on one stream only, in one order. */
+/* Gathers on the reduce stream, so that the communicator is used on one stream only and in one order. */
 int
 fsdpc_stream_share(fsdpc_exchange *x, void *buffer, size_t piece_bytes, const char *what)
 {

@@ -1,10 +1,10 @@
-/* Sums over replicas on the reduce stream, behind each unit's sum over its ranks: in the same order on all
- * ranks, because every trainable unit is reduced in every backward.
+/* Sums over replicas on the reduce stream, behind each unit's sum over its shard group. The order of units is
+ * the same on all ranks, because every trainable unit is reduced in every backward.
  *
  * One call of the communicator sums all segments of a unit. If the reduce dtype is the accumulate dtype, the
  * rank's pieces are all-reduced over replicas in their reduce slot, and one launch divides them and adds them
- * to the shard gradient. Otherwise the pieces are cast to `partial` first, so that no replica's sum is rounded
- * to the reduce dtype.
+ * to the shard gradient. Otherwise the pieces are first cast to the accumulate dtype in `partial`, so that no
+ * replica's sum is rounded to the reduce dtype.
  */
 #include "exchange/exchange_stream_impl.h"
 #include "base/status.h"
@@ -19,7 +19,7 @@ all_reduce(fsdpc_exchange *x, const fsdpc_unit *unit, int count, const char *wha
     return fsdpc_comm_all_reduce_parts(comm, parts, count, what);
 }
 
-/* Sums over replicas a buffer that is laid out like the shard gradient; its gaps are zero. */
+/* Sums a buffer over replicas. The buffer is laid out like the shard gradient, and its gaps are zero. */
 static int
 sum_wide(fsdpc_exchange *x, const fsdpc_unit *unit, char *buffer, const char *what)
 {
@@ -32,7 +32,7 @@ sum_wide(fsdpc_exchange *x, const fsdpc_unit *unit, char *buffer, const char *wh
     return all_reduce(x, unit, count, what);
 }
 
-/* Sums over replicas this rank's pieces of a reduced slot. */
+/* Sums this rank's pieces of a reduced slot over replicas. */
 static int
 sum_pieces(fsdpc_exchange *x, const fsdpc_unit *unit, char *buffer, const char *what)
 {
@@ -85,7 +85,7 @@ fsdpc_stream_sum_partial(fsdpc_exchange *x, fsdpc_unit *unit, const char *what)
 
 /* --- used bits --------------------------------------------------------------------------------- */
 
-/* Makes one all-reduce for consecutive units with the same replicas. */
+/* Consecutive units with the same replicas share one all-reduce. */
 int
 fsdpc_stream_join_replicas(fsdpc_exchange *x, const char *what)
 {

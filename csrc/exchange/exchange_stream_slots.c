@@ -1,7 +1,7 @@
-/* The memory of the "stream" exchange: slots with addresses of their own, registered once.
+/* The memory of the "stream" exchange: slots that have addresses of their own and are registered once.
  *
- * Collectives use a slot's own address, which is the same for life, whatever ranges show the slot.
- * (One piece of memory behind two addresses is one memory to the device, from one kernel to the
+ * Collectives use a slot's own address, which never changes, whatever ranges map the slot.
+ * (Two addresses of the same physical memory are coherent for the device from one kernel to the
  * next.) Spare memory has only the range's address, and is not registered.
  */
 #include "exchange/exchange_stream_impl.h"

@@ -1,14 +1,14 @@
-/* The check that all ranks gather and reduce units in the same order. Collectives match by order alone, so
- * a rank in another order would get wrong values; a comparison before each collective would be a host sync
- * in every step.
+/* The check that all ranks gather and reduce units in the same order. Only the order decides which
+ * collectives match, so a rank in another order would get wrong values. But a comparison before each
+ * collective would be a host sync in every step.
  *
- * A turn is one collective in the sequence of a pass; a path is the hash of all turns up to one. Paths where
- * the ranks have agreed once are kept in a set, and a turn on a known path is not compared. A turn on a new
- * path is compared before its collective, by one word of each rank and a host sync: in the first step, and
- * where the order changes. Ranks may still take different known paths: a digest of the path travels with the
- * used bits, and the host checks the digests when they have arrived, in the next pass. Gathers and reductions
- * are two sequences with a set each, because ranks may interleave them differently: a set is the same on all
- * ranks at one point of its own sequence only.
+ * A turn is one collective in the sequence of a pass; a path is the hash of all turns up to one turn. Paths
+ * on which the ranks have agreed once are kept in a set, and a turn on a known path is not compared. On a new
+ * path (in the first step, and where the order changes) the ranks compare one word each before the
+ * collective, which is a host sync. Ranks may still take different known paths. So a digest of the path
+ * travels with the used bits, and the host checks the digests of all ranks in a later pass, when the digests
+ * have arrived. Gathers and reductions are two sequences with a set each, because ranks may interleave the
+ * two differently. The sets of two ranks are equal when both ranks are at the same turn of the sequence.
  */
 #include <stdio.h>
 #include <string.h>
@@ -20,8 +20,8 @@
 enum { KNOWN = 8192, DIGEST_BITS = 24, START = 1, BEGIN = 1 << 30, END };
 enum { REDUCES = 1, SPARE = 2 };
 
-/* A digest as a pair of floats whose max-reduction is the largest digest of all ranks and, negated, the
- * smallest one. 24 bits are exact in a float. */
+/* Writes a digest as a pair of floats. A max-reduction of the ranks' pairs gives the largest digest, and the
+ * negative of the smallest digest. A float represents 24 bits exactly. */
 static void
 write_extremes(uint64_t digest, float pair[2])
 {
@@ -29,7 +29,7 @@ write_extremes(uint64_t digest, float pair[2])
     pair[1] = -pair[0];
 }
 
-/* True if all ranks had the same digest, by the pair that was reduced. */
+/* True if the reduced pair says that all ranks had the same digest. */
 static bool
 extremes_are_equal(const float pair[2])
 {
@@ -116,7 +116,7 @@ is_known(const struct fsdpc_paths *known, uint64_t path)
     return false;
 }
 
-/* All ranks insert the same paths in the same order, so all clear their sets at the same point of the sequence. */
+/* All ranks insert the same paths in the same order, so all ranks clear their sets at the same point. */
 static void
 learn(struct fsdpc_paths *known, uint64_t path)
 {
@@ -165,7 +165,7 @@ explain(const fsdpc_exchange *x, const struct fsdpc_turns *t, int rank, int othe
                                                                 : "");
 }
 
-/* On the current stream, which is the communicator's: fails if a rank has another word. */
+/* Fails if another rank has another word. The current stream must be the communicator's stream. */
 static int
 compare(fsdpc_exchange *x, fsdpc_comm *comm, uint64_t word, const char *what)
 {
@@ -225,15 +225,15 @@ int
 fsdpc_stream_turn(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce)
 {
     const struct fsdpc_streams *s = x->streams;
-    /* A captured step repeats its own order. */
+    /* A captured step is not checked: each replay repeats the captured order. */
     if (s->turns.off || s->capture != 0 ||
         (x->world == 1 && !(reduce && fsdpc_unit_replicate(unit)))) {
         return FSDPC_OK;
     }
     uint32_t turn = (uint32_t)fsdpc_unit_use(unit)->id * 4 + (reduce ? REDUCES : 0);
     if (!reduce && fsdpc_unit_is_spare(unit) && fsdpc_comm_registers(x->comm)) {
-        turn |=
-            SPARE; /* spare memory is not registered: that must be so on all ranks, or NCCL's calls differ */
+        /* Spare memory is not registered. If only some ranks used it, NCCL's calls would differ. */
+        turn |= SPARE;
     }
     return take_turn(x, unit, reduce, turn);
 }
@@ -292,10 +292,10 @@ fsdpc_stream_turns_end(fsdpc_exchange *x)
     if (t->off || x->streams->capture != 0) {
         return FSDPC_OK;
     }
-    /* The path of this step's gathers ends here, and becomes a turn of the reductions. */
+    /* The path of this step's gathers ends here. It is mixed into the path of the reductions. */
     t->path[1] = mix(t->path[1], t->path[0]);
-    if (x->world >
-        1) { /* with one rank per shard group only reductions are compared, over replicas */
+    /* With one rank per shard group, only reductions are compared, over replicas. */
+    if (x->world > 1) {
         FSDPC_TRY(take_turn(x, NULL, true, END));
     }
     t->path[0] = t->path[1] = START;
@@ -331,7 +331,7 @@ fsdpc_stream_turns_take(fsdpc_exchange *x, const float *bits)
     }
     FSDPC_TRY(check_digests(x));
     if (t->awaited) {
-        return FSDPC_OK; /* the last digests are still in flight: skips this check on this rank */
+        return FSDPC_OK; /* the last digests have not arrived yet: this rank skips this check */
     }
     FSDPC_TRY(fsdpc_device_copy_out(s->device, t->digests->got, bits, sizeof t->digests->got));
     t->awaited = true;

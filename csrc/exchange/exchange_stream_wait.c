@@ -1,5 +1,5 @@
-/* An exchange and its communicators: waits of the host for streams, which
- * end when a communicator has failed, and counts of what was sent. */
+/* Waits of the host for the streams of a "stream" exchange. A wait ends when a communicator of the exchange
+ * has failed. The file also counts the bytes that were sent. */
 #include <string.h>
 
 #include "exchange/exchange_stream_impl.h"

@@ -1,9 +1,9 @@
-/* Used bits: which parameters got a gradient on some rank. Kinds "wire" and "stream" learn this at the end of
- * backward, from one array of all ranks' bits: unit after unit, one entry per parameter.
+/* Used bits: which parameters got a gradient on some rank. The kinds "wire" and "stream" learn this at the
+ * end of backward, from one array of all ranks' bits: unit after unit, one entry per parameter.
  *
- * A unit whose sum was taken before the end (fsdpc_exchange_is_summed, `consumed` of its use) counts as all
- * used in that array, because its own bits may have been cleared since. Reading leaves its bits alone.
- */
+ * If a unit's sum was taken before the end (fsdpc_exchange_is_summed; `consumed` of its use), the unit's own
+ * bits may be cleared by then. So the array says that all trainable parameters of the unit are used, and
+ * reading the array leaves the unit's own bits as they are. */
 #ifndef FSDPC_EXCHANGE_USED_H
 #define FSDPC_EXCHANGE_USED_H
 

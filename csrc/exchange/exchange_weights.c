@@ -1,15 +1,15 @@
-/* What a rank knows of its weights: whether they have changed since a pass before, and how often.
+/* Finds out whether a rank's weights have changed since an earlier pass, and numbers a rank's weights.
  *
- * [Note: numbers of weights] A rank numbers the weights that it has had since all ranks met (a backward,
- * a training forward, full parameters): weights that are put back get their old number. Weights are told
- * apart by samples, so two ranks' numbers are comparable where each rank holds a part of what is sampled
- * of the other. A rank that is not sure has number 0: something has changed, but not in most units.
+ * [Note: numbers of weights] A rank numbers the weights that it has had since all ranks met (in a backward,
+ * a training forward, or full parameters). If a program puts old weights back, they get their old number.
+ * Weights are told apart by samples, so the numbers of two ranks are comparable if each rank holds elements
+ * of the parameters that the other rank samples. Number 0 (unknown): weights changed, but not in most units.
  */
 #include <string.h>
 
 #include "exchange/exchange_weights.h"
 
-enum { EACH = 8, SAMPLES = 2 * EACH }; /* EACH of the first parameter, then EACH of the last one */
+enum { EACH = 8, SAMPLES = 2 * EACH }; /* EACH samples of the first parameter, then of the last */
 
 size_t
 fsdpc_weights_bytes(const fsdpc_exchange *x)
@@ -17,7 +17,7 @@ fsdpc_weights_bytes(const fsdpc_exchange *x)
     return sizeof(uint64_t) * SAMPLES * (size_t)x->unit_count;
 }
 
-/* The first (step 1) or last (step -1) trainable parameter of which the rank holds elements, or -1. */
+/* Returns the first (step 1) or last (step -1) trainable parameter that has elements on the rank, or -1. */
 static int
 outermost(const fsdpc_layout *layout, int rank, int step)
 {
@@ -32,7 +32,7 @@ outermost(const fsdpc_layout *layout, int rank, int step)
     return -1;
 }
 
-/* The bytes of elements that are evenly spread over what the rank holds of the parameter. */
+/* Reads EACH elements, evenly spread over the rank's elements of the parameter, as bytes into `out`. */
 static void
 read_samples(const fsdpc_unit *unit, const char *master, int rank, int param, uint64_t out[EACH])
 {
@@ -48,7 +48,7 @@ read_samples(const fsdpc_unit *unit, const char *master, int rank, int param, ui
     }
 }
 
-/* How many of the parameter's EACH samples differ from its values; `keep`: the values become the samples. */
+/* Counts the samples of the parameter that differ from its values. `keep`: the values become the samples. */
 static int
 compare_param(const fsdpc_unit *unit, const char *master, int rank, int param,
               _Atomic uint64_t *samples, bool keep)
@@ -65,7 +65,7 @@ compare_param(const fsdpc_unit *unit, const char *master, int rank, int param,
     return changed;
 }
 
-/* Where this rank reads rank `rank`'s shard of a unit; NULL: `rank` holds no trainable element of it. */
+/* Returns the address of rank `rank`'s shard of a unit, or NULL if the shard has no trainable element. */
 static const char *
 master_of(const fsdpc_exchange *x, int unit, int rank)
 {
@@ -114,7 +114,7 @@ fsdpc_weights_hash(const fsdpc_exchange *x, int rank)
     return hash ? hash : 1;
 }
 
-/* True if in most units rank `other` holds a part of a parameter of which rank `rank` has samples. */
+/* True if, in most units, rank `other` holds elements of a parameter that rank `rank` takes samples of. */
 bool
 fsdpc_weights_share(const fsdpc_exchange *x, int rank, int other)
 {
@@ -143,7 +143,7 @@ meeting_of(uint64_t tag)
     return tag >> FSDPC_PASS_BITS << FSDPC_PASS_BITS;
 }
 
-/* The number of this rank's weights, which may be new. */
+/* Returns the number of this rank's weights. Weights that have no number yet get a new one. */
 static uint64_t
 find_number(const fsdpc_exchange *x, fsdpc_numbers *own, _Atomic uint64_t *known)
 {
@@ -167,7 +167,7 @@ forget_numbers(fsdpc_numbers *own, _Atomic uint64_t *known)
     }
 }
 
-/* A pass with gradients keeps the numbers of the passes before it: ranks in those may read its values. */
+/* Keeps earlier numbers in a pass with gradients: ranks in other passes may still read this rank's values. */
 void
 fsdpc_weights_number(const fsdpc_exchange *x, fsdpc_numbers *own, _Atomic uint64_t *known,
                      const fsdpc_pass *pass, enum fsdpc_found found)

@@ -2,17 +2,17 @@
  * own slots, or shares slots with the other ranks of its host (exchange_wire_host.c).
  *
  * A gather casts this rank's pieces into their place in the slot, and a flight (comm/flight.h) brings the
- * other ranks' pieces there. A prefetch only begins its flight, which lands when its values, or those of a
- * later flight, are needed. A reduction packs into the next of a few buffers and begins a flight that brings
- * every rank its own pieces of all ranks' gradients; this rank sums them in the order of ranks when the
- * buffer is needed again, or at the end of backward. Gradients that travel coded (exchange_wire_coded.c) are
- * coded behind the packed ones, and decoded for the sum. So transfers go on while the caller computes.
+ * other ranks' pieces there. A prefetch only begins a flight. The flight lands when its values, or the values
+ * of a later flight, are needed. A reduction packs into the next of a few buffers and begins a flight that
+ * brings every rank its own pieces of all ranks' gradients. Each rank sums its pieces in rank order when the
+ * buffer is needed again, or at the end of backward. So transfers overlap with computation. The codes of
+ * gradients that travel coded lie behind the packed gradients (exchange_wire_coded.c).
  *
  *   gather slot     begin: cast, post           ... compute ...   land
  *   reduce buffer   begin: pack, post           ... compute ...   land, sum
  *
- * Flights match by order alone, so each has a mark of its unit: ranks at different units get an error that
- * names both units, instead of wrong values. With one rank there is no communication.
+ * Only the order of flights decides which flights match. So each flight has a mark of its unit, and ranks at
+ * different units get an error that names both units. With one rank there is no communication.
  */
 #include <stdio.h>
 
@@ -78,7 +78,7 @@ open_wire(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     return open_reduces(x, wire);
 }
 
-/* True if all memory is this rank's own again. Flights are left only
+/* Frees all flights. True if no other rank may still write to the memory of this rank. Flights are left only
  * after a failure: at the end of each pass all flights have landed. */
 static bool
 give_up_flights(fsdpc_exchange *x)
@@ -103,7 +103,7 @@ free_buffers(fsdpc_exchange *x)
     fsdpc_mem_free(wire->bits);
 }
 
-/* After a flight was lost, the memory of flights and of slots stays as long as the process. */
+/* If a flight was lost, the memory of flights and slots is never freed: others may still write to it. */
 static void
 close_wire(fsdpc_exchange *x)
 {
@@ -144,7 +144,7 @@ begin(fsdpc_exchange *x, uint64_t tag)
 
 /* --- gathers ------------------------------------------------------------------------------------- */
 
-/* What this rank's flight brings is NaN until the flight lands. */
+/* Sets the values that this rank's flight brings to NaN, so that they are NaN until the flight lands. */
 static int
 poison_flight(fsdpc_exchange *x, fsdpc_unit *unit, fsdpc_route route)
 {
@@ -195,7 +195,7 @@ fill(fsdpc_exchange *x, fsdpc_unit *unit, int32_t turn, fsdpc_route route)
     return FSDPC_OK;
 }
 
-/* Waits for the parts that the other ranks of this host bring into a shared slot. */
+/* Waits for the pieces that the flights of the other ranks of this host bring into a shared slot. */
 static int
 await_others(fsdpc_exchange *x, fsdpc_unit *unit)
 {
@@ -213,7 +213,7 @@ slot_shows(const fsdpc_exchange *x, const fsdpc_unit *unit)
     return x->slot_unit[use->slot] == use->id && x->slot_tag[use->slot] == x->tag;
 }
 
-/* A prefetch into the slot that was not used must land first: it would overwrite the new values. */
+/* Lands an unused prefetch into the slot first, because the prefetch would overwrite the new values. */
 static int
 empty_slot(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
@@ -230,8 +230,8 @@ empty_slot(fsdpc_exchange *x, const fsdpc_unit *unit)
                                 unit);
 }
 
-/* Another unit is in use in the slot: gathers into memory of this rank's own, which goes with the
- * unit's release. Gathers in flight land first, so that none of them fails in place of this one. */
+/* Gathers into private memory, because the slot is in use by another unit. The unit's release frees that
+ * memory. Gathers in flight land first, so that their errors are not reported as errors of this gather. */
 static int
 start_apart(fsdpc_exchange *x, fsdpc_unit *unit)
 {
@@ -268,7 +268,7 @@ start(fsdpc_exchange *x, fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* If an earlier gather fails, which must land first, this unit's gather stays in flight. */
+/* Earlier gathers must land first. If one of them fails, this unit's gather stays in flight. */
 static int
 gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
 {
@@ -301,7 +301,7 @@ release(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
     use->begun = use->ready = false;
-    if (fsdpc_unit_is_spare(unit)) { /* its values have landed: a prefetch takes no spare memory */
+    if (fsdpc_unit_is_spare(unit)) { /* its gather has landed: prefetches use no spare memory */
         FSDPC_TRY(fsdpc_arena_restore(x->arena, fsdpc_unit_range(unit)));
     }
     return x->poison ? fsdpc_exchange_veil(x, unit) : FSDPC_OK;

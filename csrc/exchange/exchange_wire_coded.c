@@ -1,17 +1,17 @@
-/* Segments that travel coded. In a gather a rank codes its own pieces into memory beside the slot, flights bring the
- * coded pieces of other ranks there, and all of them are decoded into the slot. In a reduction a rank codes the packed
- * gradients that it sends; those that have landed are decoded on their way to the sum (grad.c).
+/* Segments that travel coded. In a gather a rank codes its own pieces into memory beside the slot, flights
+ * bring other ranks' coded pieces there, and the rank decodes all pieces into the slot. In a reduction a rank
+ * codes the packed gradients that it sends, and decodes the gradients that it receives for the sum (grad.c).
  *
- * [Note: error feedback] What coding loses of a gradient is kept here, by the rank that codes, and added to
- * the unit's next gradient. So a sum over steps is off by what is kept, not by what all steps lost. Blocks
- * that are not finite, and blocks of zeros, do not change what is kept. It lives as long as the exchange. */
+ * [Note: error feedback] A rank keeps the error of its coding of gradients, and adds it to the unit's next
+ * gradient. So a sum over steps is wrong only by the last kept error. Blocks that are zero or not finite do
+ * not change the kept error, which is kept as long as the exchange exists. */
 #include <string.h>
 
 #include "base/mem.h"
 #include "base/status.h"
 #include "exchange/exchange_wire_impl.h"
 
-/* The room of the unit's slot; the last room is for gathers beside a slot in use, which land at once. */
+/* Returns the memory for codes of the unit's slot, or the last such memory if the unit is in spare memory. */
 static struct fsdpc_exchange_room *
 coded_of(const fsdpc_exchange *x, const fsdpc_unit *unit)
 {
@@ -25,7 +25,7 @@ grow(struct fsdpc_exchange_room *coded, size_t bytes)
     coded->bytes = bytes > coded->bytes ? bytes : coded->bytes;
 }
 
-/* One room serves all units, because sums are made one after the other. */
+/* Allocates `sum_room`. One such buffer serves all units, because sums are made one after the other. */
 static int
 open_sum_room(fsdpc_exchange *x)
 {
@@ -77,7 +77,7 @@ fsdpc_wire_coded_close(fsdpc_exchange *x, bool keep)
     fsdpc_mem_free(wire->coded);
 }
 
-/* Where the pieces of a segment begin. */
+/* Returns the offset at which the coded pieces of a segment begin. */
 static size_t
 offset_of(const fsdpc_layout *layout, int segment)
 {

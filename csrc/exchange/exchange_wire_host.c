@@ -1,9 +1,9 @@
-/* Ranks that share a host in a group of several hosts: one set of gather slots, and reduce buffers that all
- * ranks of the host read. A rank says in words of the host's segment what it has done with slots and buffers.
+/* Ranks that share a host in a group of several hosts use one set of gather slots, and reduce buffers that
+ * all ranks of the host read. In words of the host's segment, each rank counts its uses of slots and buffers.
  *
- *   gather   say CLEARED, wait for every rank's; cast, fly by carriers; land, say FILLED; wait for every rank's
- *   reduce   pack, say PACKED; at the next reduction: wait for every rank's, sum the pieces of the ranks that this
- *            rank carries (in the order of ranks), say READ, fly by carriers; land, sum the hosts' pieces
+ *   gather   count CLEARED, wait for all ranks; cast, fly by carriers; land, count FILLED; wait for all ranks
+ *   reduce   pack, count PACKED; at the next reduction: wait for all ranks, sum the pieces of the ranks that
+ *            this rank carries (in the order of ranks), count READ, fly by carriers; land, sum over hosts
  */
 #include <string.h>
 
@@ -11,13 +11,13 @@
 #include "base/status.h"
 #include "exchange/exchange_wire_impl.h"
 
-/* The head of the control memory; the words of each rank follow. */
+/* The head of the control memory. The words of each rank follow the head. */
 struct header {
     _Atomic uint32_t changes, closed;
     char pad[64 - 8];
 };
 
-/* Maps memory that the ranks of this host share; a rank that is alone on its host gets private memory. */
+/* Maps memory that the ranks of this host share. A rank that is alone on its host gets private memory. */
 static int
 map_memory(fsdpc_exchange *x, size_t *bytes, uint64_t *offset, char **out)
 {
@@ -35,7 +35,7 @@ map_memory(fsdpc_exchange *x, size_t *bytes, uint64_t *offset, char **out)
     return FSDPC_OK;
 }
 
-/* `last`: no other rank uses the memory any more. */
+/* Frees the memory. `last` is set if no other rank uses the memory any more. */
 static void
 unmap_memory(fsdpc_exchange *x, char *memory, uint64_t offset, size_t bytes, bool last)
 {
@@ -81,7 +81,7 @@ fsdpc_wire_host_open(fsdpc_exchange *x, int slot_count)
         host->word_at[word] = (int)host->words;
         host->words += (size_t)counts[word];
     }
-    host->words = fsdpc_round_up(host->words, 8); /* no cache line holds words of two ranks */
+    host->words = fsdpc_round_up(host->words, 8); /* two ranks' words never share a cache line */
     host->ctl_bytes =
         sizeof(struct header) + sizeof(uint64_t) * host->words * (size_t)hosts->local_world;
     FSDPC_TRY(map_memory(x, &host->ctl_bytes, &host->ctl_offset, &host->ctl));

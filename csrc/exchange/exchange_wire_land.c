@@ -1,4 +1,4 @@
-/* Flights that land, gathers in their order; and flights without data, by which ranks compare what they do next. */
+/* Lands flights (gathers in their order). Begins flights without data that compare what ranks do next. */
 #include <stdio.h>
 #include <string.h>
 
@@ -17,7 +17,7 @@ fsdpc_wire_is_shared(const fsdpc_exchange *x, const fsdpc_unit *unit)
     return x->wire->host && !fsdpc_unit_is_spare(unit);
 }
 
-/* A failed gather leaves no values in the slot. */
+/* Marks the slot as empty, because a failed gather leaves no values in it. */
 static void
 forget_gather(fsdpc_exchange *x, int id)
 {
@@ -75,7 +75,7 @@ fsdpc_wire_land_gather(fsdpc_exchange *x, int id)
     return flight ? fsdpc_comm_land_before(x->comm, fsdpc_flight_number(flight) + 1) : FSDPC_OK;
 }
 
-/* When a pass ends, all ranks have begun the same prefetches, so all of them land. */
+/* All ranks have begun the same prefetches when a pass ends, so all these prefetches can land. */
 int
 fsdpc_wire_land_gathers(fsdpc_exchange *x)
 {
@@ -100,7 +100,7 @@ fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool
     return status;
 }
 
-/* Compares the ranks' turns: different collectives that meet would end the process or give wrong values. */
+/* Compares the ranks' turns, because mismatched collectives would end the process or give wrong values. */
 static int
 compare_turns(fsdpc_exchange *x, int32_t next, bool without_data, const char *what)
 {

@@ -1,10 +1,10 @@
-/* Marks of flights: what each rank does next, and the errors of ranks that do different things. */
+/* Marks of flights, which say what each rank does next, and the errors of ranks that do different things. */
 #include <stdio.h>
 
 #include "base/status.h"
 #include "exchange/exchange_wire_impl.h"
 
-/* Turns below zero: they stand for the unit and the number of a parameter that is unfrozen. */
+/* A negative turn says that a rank unfreezes a parameter: it encodes the unit and the parameter's number. */
 enum { THAWS_UNKNOWN = -1, THAWS = -2, THAW_PARAMS = 1 << 12 };
 
 int32_t
@@ -14,7 +14,7 @@ fsdpc_wire_thaw_turn(int unit, int param)
     return fits ? THAWS - (unit * THAW_PARAMS + param) : THAWS_UNKNOWN;
 }
 
-/* The error of two ranks of which one unfreezes a parameter and the other does not. */
+/* Returns the error for the case that only one of two ranks unfreezes a parameter. */
 static int
 thaw_mismatch(const fsdpc_exchange *x, int32_t own, int rank, int32_t other)
 {
@@ -44,7 +44,7 @@ turn_text(const fsdpc_exchange *x, int32_t turn, const char *hook, char text[FSD
     return text;
 }
 
-/* What the ranks compare. `model` is there because two models over the same ranks have equal turns. */
+/* The part of a mark that the ranks compare. `model` tells two models apart, whose turns may be equal. */
 struct turn {
     int32_t next, model;
 };
@@ -118,7 +118,7 @@ fsdpc_wire_compare(const fsdpc_exchange *x, const fsdpc_flight *landed, const ch
 
 /* --- numbers of weights -------------------------------------------------------------------------- */
 
-/* Training steps take no samples, except for the first one after an evaluation. */
+/* Samples are compared in passes without gradients, and in the first training step after such a pass. */
 void
 fsdpc_wire_number_weights(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched)
 {

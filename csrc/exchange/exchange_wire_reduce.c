@@ -1,4 +1,4 @@
-/* The reducing half of the "wire" exchange: packed gradients on their way, their sums, and the end of a backward. */
+/* The reducing half of the "wire" exchange: sending packed gradients, summing, and the end of a backward. */
 #include <stdio.h>
 #include <string.h>
 
@@ -26,7 +26,7 @@ landing_room(const struct fsdpc_wire_reduce *to, const fsdpc_unit *unit)
     return codes_room(to, unit) + fsdpc_footprint_codes(fsdpc_unit_layout(unit), NULL);
 }
 
-/* Lists *count parts to send, and where others' pieces land. A blocking collective sums: it gets no codes. */
+/* Lists *count parts and where received pieces land. Blocking collectives sum parts, so get no codes. */
 static int
 list_parts(fsdpc_exchange *x, const struct fsdpc_wire_reduce *to, fsdpc_route route, int *count)
 {
@@ -77,7 +77,7 @@ post(fsdpc_exchange *x, struct fsdpc_wire_reduce *to)
     return FSDPC_OK;
 }
 
-/* Sums over the ranks of this host the pieces of this rank and of the ranks that this rank carries. */
+/* Sums, over the ranks of this host, the pieces of this rank and of the ranks that this rank carries. */
 static int
 sum_host(fsdpc_exchange *x, struct fsdpc_wire_reduce *to, int slot)
 {
@@ -95,8 +95,8 @@ sum_host(fsdpc_exchange *x, struct fsdpc_wire_reduce *to, int slot)
     return FSDPC_OK;
 }
 
-/* Sends what this rank packed last, when the other ranks of this host have packed too.
- * This is called one reduction later, so that ranks rarely wait for each other here. */
+/* Sends the gradients that this rank packed last, after all other ranks of this host have packed theirs. The
+ * call comes one reduction after the packing, so that ranks rarely wait for each other here. */
 static int
 post_packed(fsdpc_exchange *x)
 {
@@ -114,7 +114,7 @@ post_packed(fsdpc_exchange *x)
     return FSDPC_OK;
 }
 
-/* Lands a reduction: this rank's pieces of all ranks' gradients are added to the shard gradient. */
+/* Lands a reduction, and adds this rank's pieces of all ranks' gradients to the shard gradient. */
 static int
 land_reduce(fsdpc_exchange *x, struct fsdpc_wire_reduce *from)
 {
@@ -136,7 +136,7 @@ land_reduce(fsdpc_exchange *x, struct fsdpc_wire_reduce *from)
     return FSDPC_OK;
 }
 
-/* Waits until the buffer is free: other ranks of this host may still read what was packed into it before. */
+/* Waits until the buffer is free. Other ranks of this host may still read the gradients packed before. */
 static int
 take_buffer(fsdpc_exchange *x, const fsdpc_unit *unit, struct fsdpc_wire_reduce *to, int slot)
 {
@@ -147,7 +147,7 @@ take_buffer(fsdpc_exchange *x, const fsdpc_unit *unit, struct fsdpc_wire_reduce 
                          : FSDPC_OK;
 }
 
-/* Packs the gradients of one unit and begins to send them. All ranks send units in one order. */
+/* Packs the gradients of one unit and begins to send them. All ranks must send units in one order. */
 static int
 send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
@@ -206,7 +206,7 @@ is_landed(const struct fsdpc_wire *wire, const fsdpc_unit *unit)
     return true;
 }
 
-/* Other ranks' used bits are known only at the end, so this rank must have used all the unit's parameters. */
+/* With several ranks, false if this rank left parameters unused: other ranks' bits are known at the end. */
 bool
 fsdpc_wire_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
@@ -229,13 +229,13 @@ land_reduces(fsdpc_exchange *x)
     return FSDPC_OK;
 }
 
-/* This rank's bits: of parameters, and of units with gradients that were kept after the unit was sent. */
+/* Writes this rank's used bits, and one bit per unit that has local gradients which were not sent yet. */
 static void
 write_bits(fsdpc_exchange *x)
 {
     struct fsdpc_wire *wire = x->wire;
     uint8_t *own = wire->bits + wire->bit_count * (size_t)x->rank;
-    /* A process group may be a fake, which writes nothing. */
+    /* All bits are zeroed, because a fake process group writes none of them. */
     memset(wire->bits, 0, wire->bit_count * (size_t)x->world);
     fsdpc_used_write(x, own);
     own += fsdpc_used_count(x);
@@ -256,7 +256,7 @@ join_bits(const fsdpc_exchange *x)
     return wire->bits;
 }
 
-/* Gathers all ranks' bits, while the last reductions land. */
+/* Gathers the bits of all ranks while the last reductions land. */
 static int
 share_bits(fsdpc_exchange *x)
 {
@@ -276,8 +276,8 @@ fail:
     return status;
 }
 
-/* Every rank learns which parameters got a gradient on any rank. *again: some rank had kept
- * gradients of units; these are sent now, and the ranks must share their bits once more. */
+/* Tells every rank which parameters got a gradient on any rank. *again is set if some rank had kept local
+ * gradients of a unit. They are sent now, and the ranks must share their bits once more. */
 static int
 share_used(fsdpc_exchange *x, bool *again)
 {

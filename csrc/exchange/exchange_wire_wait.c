@@ -1,14 +1,14 @@
 /* Waits for the other ranks of this host in a "wire" exchange over several hosts.
  *
- * [Note: no deadlock] All ranks fill slots and pack in one order. A rank that waits here has begun all that
- * comes before, and lands its part of every gather in flight before it sleeps: so ranks of a host cannot wait
- * for each other in a circle. For ranks that run different units see [Note: landed in order] in flight.h.
+ * [Note: no deadlock] All ranks fill slots and pack in one order. A rank that waits here has begun all
+ * earlier flights, and lands its pieces of all gathers in flight before it sleeps. So ranks of a host never
+ * wait for each other in a circle. Ranks that run different units: see [Note: landed in order] in flight.h.
  */
 #include "base/board.h"
 #include "base/status.h"
 #include "exchange/exchange_wire_impl.h"
 
-/* What this rank waits for. */
+/* The count that this rank waits for. */
 struct wanted {
     enum fsdpc_wire_word word;
     int index;
@@ -27,7 +27,7 @@ list_missing(const fsdpc_exchange *x, const struct wanted *wanted, int missing[F
     return count;
 }
 
-/* Sleeps until a rank of this host says something, or for a moment. FSDPC_OK: the caller looks again. */
+/* Sleeps briefly, at most until a rank of this host publishes a count. FSDPC_OK: the caller checks again. */
 static int
 sleep_once(const fsdpc_exchange *x, const struct wanted *wanted, uint32_t changes,
            int64_t deadline_ns, const fsdpc_wait *what)
@@ -48,7 +48,7 @@ sleep_once(const fsdpc_exchange *x, const struct wanted *wanted, uint32_t change
     return count > 0 ? status : FSDPC_OK;
 }
 
-/* True if a rank of this host is about to begin another flight: the two would wait for each other here. */
+/* True if a rank of this host is about to begin another flight: the two ranks would wait for each other. */
 static bool
 disagree(const fsdpc_exchange *x, int32_t next)
 {
@@ -66,8 +66,8 @@ say_next(const fsdpc_exchange *x, int32_t next)
     }
 }
 
-/* A rank of this host may wait for another host meanwhile. The error of that wait
- * names the cause and should come first, so this deadline is a little later. */
+/* A rank of this host may be waiting for another host. The error of that wait names the cause and should come
+ * first, so the deadline of this wait is a little later. */
 static int64_t
 deadline_after_others(const fsdpc_exchange *x)
 {
@@ -94,7 +94,7 @@ wait_for(fsdpc_exchange *x, const struct wanted *wanted, int32_t next, const fsd
     }
 }
 
-/* Ends the group: other hosts find out by their connections, ranks of this host by the segment. */
+/* Ends the group. Ranks of other hosts notice the end by connections, ranks of this host by the segment. */
 static void
 break_group(fsdpc_exchange *x, int status)
 {

@@ -1,14 +1,14 @@
 /* Optimizer steps on flat memory: one pass over parameter, gradient and states of many tensors.
  *
- * A tensor here is a range of elements of one whole parameter: all of it, or the part that a rank
+ * A tensor here is a range of elements of one whole parameter: all its elements, or those that a rank
  * holds. `first` is the index of the range's first element in the whole parameter, so that whatever
  * depends on an element's place (blocks of 256, random bits) does not depend on how many ranks share
  * the parameter.
  *
  * Arithmetic is float32 (float64 for float64 parameters), each operation rounded as written below;
  * fma(a, b, c) is rounded once. Every element goes through the same formula, on any instruction set,
- * at any place, on any number of threads, so all of them give the same bits. f() rounds to the
- * arithmetic's type; t is the number of the step.
+ * at any place, on any number of threads, so the bits of the result do not depend on these. f() rounds
+ * to the arithmetic's type; t is the number of the step.
  *
  *   gradient   g = g / grad_scale (written back unless keeps_grads); g = g * clip; g = -g if maximize;
  *              g = fma(f(weight_decay), p, g) if weight_decay is coupled
@@ -16,7 +16,7 @@
  *              m = |w| < 0.5 ? fma(w, g - m, m) : fma(w - 1, g - m, g)
  *              v = fma(f(1 - beta2) * g, g, v * f(beta2)); with amsgrad x = max(x, v), else x = v
  *              p = p + (f(-lr / (1 - beta1^t)) * m) / (sqrt(x) / f(sqrt(1 - beta2^t)) + f(eps))
- *   Adam with stochastic rounding, and with states of 8 bits: the same m and v, and
+ *   Adam with stochastic rounding, and Adam with 8-bit states: the same m and v, and
  *              p = fma(p, f(1 - lr * weight_decay), (f(lr / (1 - beta1^t)) * m) * r),
  *              d = fma(sqrt(v), f(1 / sqrt(1 - beta2^t)), f(eps)), r = -1 / d within a unit in the last
  *              place: r = pattern 0xfef311c7 - pattern of d, then twice e = fma(d, r, 1),
@@ -26,12 +26,12 @@
  *   Lion       p = p * f(1 - lr * weight_decay); u = sign(fma(f(1 - beta1), g, m * f(beta1)))
  *              p = fma(u, f(-lr), p); m = fma(f(1 - beta2), g, m * f(beta2))
  *   Adam-mini  as Adam, with a denominator that a block of elements shares
- *   average    of p as memory has it behind the step; w = f(average_weight)
+ *   average    of p as it is in memory after the step; w = f(average_weight)
  *              a = |w| < 0.5 ? fma(w, p - a, a) : fma(w - 1, p - a, p)
  *
- * Adam and SGD are the formulas of torch's fused CPU kernels' vector loops (ATen FusedAdamKernel,
+ * Adam and SGD use the formulas of the vector loops of torch's fused CPU kernels (ATen FusedAdamKernel,
  * FusedSGDKernel); torch's loops for the last elements of a tensor round differently in places. The
- * average's is that of torch's lerp.
+ * average uses the formula of torch's lerp.
  */
 #ifndef FSDPC_OPTIM_H
 #define FSDPC_OPTIM_H
@@ -44,9 +44,9 @@
 
 enum { FSDPC_OPTIM_STATES = 3, FSDPC_OPTIM_BLOCK = 256, FSDPC_OPTIM_EDGE = 3 };
 
-/* What a step measures: the sum of the squares and the largest magnitude of each of these. Gradients are
- * those in memory before the step, weights those behind it, updates the changes of weights in memory. Sums
- * are added in the order of parts, the same on any number of threads; NaN stays NaN. */
+/* A step measures the sum of the squares and the largest magnitude of each of these. Gradients are measured
+ * before the step, weights after it; updates are the changes of weights in memory. Sums are added in the
+ * order of parts, so they do not depend on the number of threads. NaN stays NaN. */
 typedef enum fsdpc_optim_measured {
     FSDPC_OPTIM_GRADS,
     FSDPC_OPTIM_WEIGHTS,
@@ -64,55 +64,60 @@ typedef struct fsdpc_optim_rule {
     fsdpc_optim_kind kind;
     double lr, beta1, beta2, eps,
         weight_decay;  /* SGD: beta1 is the momentum, beta2 the dampening */
-    double grad_scale; /* 1: gradients are not scaled */
-    double clip;       /* factor of all gradients */
-    bool decoupled;    /* weight decay is decoupled */
+    double grad_scale; /* gradients are divided by it; 1: they are not scaled */
+    double clip;       /* all gradients are multiplied by it */
+    bool decoupled;    /* true: weight decay is applied to p (decoupled), not added to g */
     bool maximize, nesterov;
     bool stochastic;  /* Adam: bfloat16 states and parameters are rounded stochastically */
-    bool keeps_grads; /* scaled gradients stay in memory as they are */
-    uint64_t seed;    /* of the stochastic rounding */
-    bool averages;    /* in host memory: tensors' averages move towards their new values */
+    bool keeps_grads; /* true: the gradients in memory are not divided by grad_scale */
+    uint64_t seed;    /* seed of the stochastic rounding */
+    /* true: the step also moves each tensor's average towards its new values; only in host memory */
+    bool averages;
     double average_weight;
 } fsdpc_optim_rule;
 
-/* The memory is the caller's, and no two tensors of a call overlap. */
+/* The caller owns the memory. No two tensors of a call overlap. */
 typedef struct fsdpc_optim_tensor {
     void *param, *grad;
     uint16_t
-        *copy; /* of a float32 parameter: where its new values go, rounded to copy_type; or NULL */
+        *copy; /* the memory for a float32 parameter's new values, rounded to copy_type; or NULL */
     void *states[FSDPC_OPTIM_STATES]; /* Adam: m, v, with amsgrad x; SGD with momentum: b; Lion: m;
                                          8-bit: codes of m and v; Mini: m, denominators; else NULL */
-    float *scales[2];                 /* 8-bit: one per block that the range touches, of m and v */
+    /* 8-bit states: scales of m and of v, one per block of 256 that holds an element of this tensor */
+    float *scales[2];
     fsdpc_dtype param_type, grad_type, state_type;
     fsdpc_dtype copy_type; /* bfloat16 or float16 */
     int64_t numel, first;
-    int64_t block;    /* Mini: elements of the whole parameter that share a denominator */
-    uint64_t key;     /* the parameter's number, for the stochastic rounding */
-    double step;      /* t, counted from 1 */
-    float *edges;     /* 8-bit: extremes of the first and the last block (step8), or NULL */
-    void *average;    /* float64 of a float64 parameter, else float32; or NULL */
+    int64_t block; /* Mini: elements of the whole parameter that share a denominator */
+    uint64_t key;  /* the parameter's number, for the stochastic rounding */
+    double step;   /* t, counted from 1 */
+    /* 8-bit states: extremes of this tensor's first and last block, see fsdpc_optim_step8; or NULL */
+    float *edges;
+    /* average of p, in float64 for a float64 parameter, else in float32; NULL: none */
+    void *average;
     double *measures; /* FSDPC_OPTIM_MEASURES values that a step in host memory adds to, or NULL */
 } fsdpc_optim_tensor;
 
-/* One step of every tensor. float64 goes with float64 only; else every float type goes with every
- * other. FSDPC_E_INVAL names the tensor's position; nothing is changed then. Local. */
+/* Makes one step of every tensor. float64 cannot be mixed with other types in a tensor; all other float types
+ * can. FSDPC_E_TYPE and FSDPC_E_INVAL name the position of a bad tensor; nothing is changed then. Local. */
 int fsdpc_optim_step(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count,
                      int threads);
 
-/* One step of every tensor by Adam with states of 8 bits (optim_quant.c). `edges` holds FSDPC_OPTIM_EDGE
- * values for the first block and as many for the last: the largest m, the largest -m and the largest v of all
- * ranks' elements of the block, or -1 for a block that lies in this range as a whole. */
+/* Makes one step of every tensor by Adam with 8-bit states (optim_quant.c). A tensor's `edges` hold
+ * FSDPC_OPTIM_EDGE values for its first block and as many for its last block: the largest m, the largest -m
+ * and the largest v of all ranks' elements of the block, or -1 if the tensor holds the whole block. */
 int fsdpc_optim_step8(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count,
                       int threads);
-/* Fills each tensor's `edges` with the extremes that this range's own values will have after the step to
- * come. Changes nothing else. */
+/* Fills each tensor's `edges` with the extremes that the tensor's own m and v will have in its first and last
+ * block after the next step. Changes nothing else. */
 int fsdpc_optim_edges8(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count);
 
-/* The same steps for tensors in a device's memory, queued on its current stream (optim_device.c): results
- * equal those above, the payload of NaNs excepted. `steps`: for each tensor the address, in the device's
- * memory, of the number of steps done; several tensors may share an address, whose number then counts the
- * step once. tensor->step is not read. What `control` has no address for is taken from the rule. `scratch`:
- * count * FSDPC_STEP_SCRATCH bytes of the device, in use until the step is done. */
+/* Makes a step of tensors in a device's memory, on the device's current stream (optim_device.c). `how` says
+ * which of the functions above it replaces. Its results differ from theirs only in the payload of NaNs.
+ * `steps`: for each tensor, the address in the device's memory of the number of steps done. Tensors may share
+ * an address, and the step is then counted once. tensor->step is not read. Values for which `control` has no
+ * address are taken from the rule. `scratch` is count * FSDPC_STEP_SCRATCH bytes of the device, in use until
+ * the step is done. */
 typedef enum fsdpc_optim_states {
     FSDPC_OPTIM_WHOLE,
     FSDPC_OPTIM_ADAM8, /* as fsdpc_optim_step8 */
@@ -122,21 +127,23 @@ int fsdpc_optim_step_on(fsdpc_device *device, const fsdpc_optim_rule *rule, fsdp
                         const fsdpc_step_control *control, const fsdpc_optim_tensor *tensors,
                         float *const *steps, int count, void *scratch);
 
-/* Codes and scales of `n` float32 values whose first has the index `first`, and back. which: 0 for m,
- * 1 for v. `edges`: as above, of that moment (m: two values per block, v: the third), or NULL. */
+/* Convert `n` float32 values to codes and scales, and back. `first`: the index of the first value in the
+ * whole parameter. which: 0 for m, 1 for v. `edges`: as in fsdpc_optim_step8, or NULL. Of the values for a
+ * block, m uses the first two, and v the third. */
 void fsdpc_optim_quantise(int which, const float *values, int64_t first, int64_t n,
                           const float *edges, uint8_t *codes, float *scales);
 void fsdpc_optim_dequantise(int which, const uint8_t *codes, const float *scales, int64_t first,
                             int64_t n, float *values);
-/* The edges of values that are to be quantised, FSDPC_OPTIM_EDGE for the first and the last block. */
+/* Computes the `edges` of values to be quantised: FSDPC_OPTIM_EDGE values for the first block, then as many
+ * for the last block. */
 void fsdpc_optim_edges_of(int which, const float *values, int64_t first, int64_t n, float *edges);
 
-/* Sum of the squares of all tensors' elements, in float64, added in the tensors' order: the same on
- * any number of threads. */
+/* Computes the sum of the squares of all tensors' elements, in float64. The squares are added in the order of
+ * the tensors, so the sum does not depend on the number of threads. */
 int fsdpc_optim_sum_squares(void *const *data, const fsdpc_dtype *types, const int64_t *numels,
                             int count, int threads, double *out);
-/* The sum of the squares of each block's elements, in the range [first, first + n) of a whole parameter that
- * is cut into blocks of `block` elements; `out` holds one sum per block that the range touches. */
+/* Computes the sum of the squares of each block's elements. The elements are the range [first, first + n) of
+ * a whole parameter that is cut into blocks of `block` elements; `out` gets a sum per block of the range. */
 int fsdpc_optim_block_squares(void *data, fsdpc_dtype type, int64_t first, int64_t n, int64_t block,
                               int threads, double *out);
 

@@ -1,4 +1,4 @@
-/* The loops with AVX2 and fused multiply-add. */
+/* The loops of optim_loops.inc with AVX2 and fused multiply-add. */
 #include "optim/optim_impl.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -7,9 +7,9 @@
 
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 
-/* The vector operations that optim_codes.inc uses. PICK(table, index): entry index % 8 of the table.
- * IF_ABOVE(a, b, c): c where a > b, else 0. EITHER_ABOVE(a, b, c, d): c where a > b, else d. UNLESS_ZERO(a, b): b
- * where a is not 0, else 0. */
+/* The vector operations that optim_codes.inc uses. PICK(table, index) is entry index % 8 of the table.
+ * IF_ABOVE(a, b, c) is c where a > b, else 0. EITHER_ABOVE(a, b, c, d) is c where a > b, else d.
+ * UNLESS_ZERO(a, b) is b where a is not 0, else 0. */
 #define LANES 8
 #define REALS __m256
 #define INTS __m256i

@@ -1,4 +1,4 @@
-/* The loops with AVX-512. */
+/* The loops of optim_loops.inc with AVX-512. */
 #include "optim/optim_impl.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -8,7 +8,7 @@
 #define TARGET \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")))
 
-/* Vectors of optim_codes.inc, see optim_avx2.c; PICK reads 16 entries, of which 8 repeat. */
+/* Vector operations for optim_codes.inc, see optim_avx2.c. PICK's tables have 16 entries: 8, then 8 again. */
 #define LANES 16
 #define REALS __m512
 #define INTS __m512i

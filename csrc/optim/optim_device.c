@@ -1,4 +1,4 @@
-/* Steps of tensors in a device's memory: the rules of optim.h, run by kernels of the device. */
+/* Steps of tensors in a device's memory: kernels of the device apply the rules of optim.h. */
 #include "optim/optim_impl.h"
 
 #include <string.h>

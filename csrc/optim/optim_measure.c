@@ -1,7 +1,7 @@
-/* Norms and largest magnitudes of gradients, weights and updates, beside the pass that steps them.
+/* Norms and largest magnitudes of gradients, weights and updates, measured in the pass that steps them.
  *
- * A tile is measured before and behind its step, while the first caches hold it: memory need not be read once
- * more. Each part has values of its own, which threads do not share, and they are added in order.
+ * A tile is measured before and after its step, while it is in the first-level cache, so that it is not read
+ * from memory again. Each part has its own values, which threads do not share; they are added in order.
  */
 #include <math.h>
 #include <string.h>
@@ -42,7 +42,7 @@ static void
 note(double *values, fsdpc_optim_measured what, double sum, double most)
 {
     values[2 * what] += sum;
-    if (most > values[2 * what + 1] || isnan(most)) { /* nothing is larger than NaN */
+    if (most > values[2 * what + 1] || isnan(most)) { /* NaN counts as the largest */
         values[2 * what + 1] = most;
     }
 }
@@ -118,7 +118,7 @@ fsdpc_optim_behind_tile(const fsdpc_optim_meter *meter, const fsdpc_optim_tensor
         measure(meter, values, FSDPC_OPTIM_UPDATES, change, FSDPC_F64, n);
         return;
     }
-    /* The second half of `old` holds the values behind the step. */
+    /* The second half of `old` holds the values after the step. */
     float *change = old, *now = change + FSDPC_OPTIM_MEASURED_TILE;
     meter->kernels->cast(now, FSDPC_F32, param, tensor->param_type, n, 1);
     for (int64_t i = 0; i < n; i++) {

@@ -1,4 +1,4 @@
-/* Chooses the loops, cuts tensors into parts and runs them on threads; sums squares. */
+/* Chooses the loops, cuts tensors into parts, runs the parts on threads, and sums squares. */
 #include <pthread.h>
 #include <string.h>
 
@@ -35,7 +35,7 @@ make_pool(void)
     pool_status = fsdpc_pool_new(&pool);
 }
 
-/* Runs a task on one pool for the process. It is never freed, like the CPU device's pool. */
+/* Runs a task on one thread pool of the process. The pool is never freed, like the CPU device's pool. */
 static int
 run(int threads, int64_t n, int64_t grain, fsdpc_pool_task *task, void *context)
 {
@@ -52,7 +52,7 @@ run(int threads, int64_t n, int64_t grain, fsdpc_pool_task *task, void *context)
     return FSDPC_OK;
 }
 
-enum { SHARES = 8 }; /* per thread, to even out threads that lose their processor for a while */
+enum { SHARES = 8 }; /* shares of work per thread: a thread may lose its processor for a while */
 
 static int64_t
 grain_for(int64_t parts, int threads)
@@ -66,7 +66,7 @@ grain_for(int64_t parts, int threads)
 struct loop {
     const fsdpc_optim_tensor *tensors;
     int count;
-    int64_t *starts; /* the number of each tensor's first part; one more for the end */
+    int64_t *starts; /* the number of each tensor's first part, then the number of all parts */
     fsdpc_optim_part *part;
     void *context;
 };

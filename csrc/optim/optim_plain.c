@@ -1,4 +1,4 @@
-/* The loops in plain C: the oracle of the others, and the fallback everywhere. */
+/* The loops in plain C: the reference for the other loops, and the fallback on any processor. */
 #define TARGET
 #include "optim/optim_loops.inc"
 

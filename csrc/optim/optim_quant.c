@@ -1,18 +1,18 @@
-/* Adam with states of 8 bits: one code per element, one scale per block of 256 elements.
+/* Adam with 8-bit states: one code per element, one scale per block of 256 elements.
  *
  * The codes are those of dynamic quantisation (Dettmers, arXiv 1511.04561 and 2110.02861): each decade
- * of [1e-7, 1] is cut into equal cells, twice as many per decade upward; a code stands for the middle
- * of its cell. m has a sign and 1 to 64 cells per decade, v has none and 2 to 128. Two choices differ
- * from bitsandbytes':
+ * of [1e-7, 1] is cut into equal cells, twice as many as in the decade below; a code stands for the
+ * middle of its cell. m has a sign and 1 to 64 cells per decade; v has no sign and 2 to 128. Two choices
+ * differ from bitsandbytes:
  * - The scale of m is the element of the largest magnitude with its sign, so that this element is
- *   exactly 1 and quantising what was dequantised gives the same codes. A state dict can therefore
- *   hold float32 values, and loading it on any number of ranks restores the codes to the bit.
- * - A v above zero never gets the code of zero: its element would move by lr * m / eps.
- * A block with a value that is not finite gets the scale NaN: its elements show it in the next step.
+ *   exactly 1 and quantising dequantised values gives the same codes. A state dict can therefore
+ *   hold float32 values, and loading them on any number of ranks restores the codes to the bit.
+ * - A positive v never gets the code of zero, because its element would then move by lr * m / eps.
+ * A block with a value that is not finite gets the scale NaN, so its elements become NaN in the next step.
  *
- * A block that several ranks share has one scale, the largest of all ranks' elements. So a step has two
- * halves there: fsdpc_optim_edges8 computes what the new states of the first and the last block will
- * be and reports their extremes; the caller exchanges these; fsdpc_optim_step8 computes the states again.
+ * A block that several ranks share has one scale, from the largest of all ranks' elements. So such a block's
+ * step has two halves: fsdpc_optim_edges8 computes the new states of the first and the last block and reports
+ * their extremes; the caller exchanges the extremes; fsdpc_optim_step8 computes the states again.
  */
 #include "optim/optim_impl.h"
 
@@ -26,10 +26,10 @@ enum { BLOCK = FSDPC_OPTIM_BLOCK, EDGE = FSDPC_OPTIM_EDGE };
 
 /* --- the map ----------------------------------------------------------------------------------- */
 
-static fsdpc_optim_codes map[2]; /* of m, of v */
+static fsdpc_optim_codes map[2]; /* [0] is the map for m, [1] the map for v */
 
-/* Cells of decade d are numbered from `cells` = 2^d (2^(d+1) without sign) on, so a cell's number has
- * the decade in its exponent. The limit of two decades lies in the middle between two codes. */
+/* Cells of decade d are numbered from `cells` = 2^d (without sign: 2^(d+1)) on, so the exponent of a cell's
+ * number gives its decade. The limit between two decades is halfway between the values of two codes. */
 static void
 make_decade(fsdpc_optim_codes *out, int decade, const double *limits)
 {
@@ -64,7 +64,7 @@ make_map(void)
         map[which].middle = (float)limits[4];
         map[which].zero = which == 0 ? 2.75e-7f : 0;
         map[which].one = which == 0 ? 0.996484375f : 0.9982421875f;
-        /* The cell behind the last one stands for 1. */
+        /* The cell after the last one stands for the value 1. */
         const int last = (which == 0 ? 134 : 135) % 8;
         map[which].base[last] = map[which].base[last + 8] = 1;
     }
@@ -98,7 +98,7 @@ fsdpc_optim_map_of(int which, fsdpc_step_codes *out)
 
 /* --- blocks ------------------------------------------------------------------------------------ */
 
-/* How many elements there are from `index` to the end of its block, at most `left`. */
+/* Returns the number of elements from `index` to the end of its block, at most `left`. */
 static int64_t
 block_length(int64_t index, int64_t left)
 {
@@ -106,7 +106,7 @@ block_length(int64_t index, int64_t left)
     return rest < left ? rest : left;
 }
 
-/* Writes the extremes of one block's values to `edge`, which has EDGE; m and v have places of their own. */
+/* Writes the extremes of one block's values to their places in `edge` (m: entries 0 and 1, v: entry 2). */
 static void
 find_extremes(const fsdpc_optim_loops *loops, int which, const float *values, int64_t n,
               float *edge)
@@ -119,7 +119,7 @@ find_extremes(const fsdpc_optim_loops *loops, int which, const float *values, in
     }
 }
 
-/* The scale of a block. `edge`: its extremes; NULL, or values below zero: those of `values` are used. */
+/* Returns the scale of a block from its extremes `edge`, or from `values` if `edge` is NULL or negative. */
 static float
 scale_of(const fsdpc_optim_loops *loops, int which, const float *values, int64_t n,
          const float *edge)
@@ -151,7 +151,7 @@ quantise_block(const fsdpc_optim_loops *loops, int which, const float *values, i
     }
 }
 
-/* The extremes in `edges` of the block at `index` of a range [first, first + numel), or NULL. */
+/* Returns the entry of `edges` for element `index`'s block if that is the first or last block, or NULL. */
 static const float *
 edge_of(const float *edges, int64_t first, int64_t numel, int64_t index)
 {
@@ -231,7 +231,7 @@ numbers_of(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor)
     return k;
 }
 
-/* New values of one block, in buffers; returns where the parameter's are. */
+/* Computes the new values of one block in buffers, and returns the address of the parameter's values. */
 static float *
 compute_block(const struct pass *pass, const fsdpc_optim_tensor *tensor,
               const fsdpc_optim_numbers *k, int64_t begin, int64_t n, bool write,

@@ -1,8 +1,8 @@
-/* One pass over the memory of many tensors.
+/* One step in a single pass over the memory of many tensors.
  *
- * A part of a tensor goes through its rule tile by tile. float32 and float64 memory is used in place;
- * other types pass through buffers of a tile, which the first cache holds, so that memory is read and
- * written once either way.
+ * The rule is applied to each part of a tensor tile by tile. float32 and float64 memory is used in place;
+ * other types pass through buffers of the size of a tile, which fit in the first-level cache. In both cases
+ * memory is read and written once.
  */
 #include "optim/optim_impl.h"
 
@@ -32,8 +32,8 @@ factor_of(const fsdpc_optim_rule *rule)
     return rule->maximize ? -rule->clip : rule->clip;
 }
 
-/* True if the loops multiply by the inverse of the scale: exact for powers of two, which scales are unless
- * the user chose another one, and where no divided gradient is needed in between. */
+/* True if the loops may multiply by the inverse of the scale. The inverse is exact if the scale is a power of
+ * two, as scales are by default. The step must also not need the divided gradient itself. */
 static bool
 folds_scale(const fsdpc_optim_rule *rule)
 {
@@ -42,7 +42,7 @@ folds_scale(const fsdpc_optim_rule *rule)
            frexp(rule->grad_scale, &exponent) == 0.5 && exponent > -100 && exponent < 100;
 }
 
-/* AMD's processors prefetch four streams in time on their own: prefetches in the loop cost a tenth of a step. */
+/* AMD processors prefetch four streams in time by themselves; prefetches in the loop slow a step by 10%. */
 static bool
 loops_prefetch(void)
 {
@@ -142,8 +142,8 @@ fsdpc_optim_average_tile(const fsdpc_optim_loops *loops, const fsdpc_optim_rule 
     }
 }
 
-/* What the random bits of a tile depend on beside the low half of its elements' indices. The high half is the
- * same in the whole tile: see tile_length. */
+/* Returns the key of a tile's random bits, which also depend on the low half of each element's index. The
+ * high half is the same for the whole tile: see tile_length. */
 static uint64_t
 random_key(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor, uint64_t index)
 {
@@ -189,7 +189,7 @@ struct pass {
     fsdpc_optim_meter meter;
 };
 
-/* Steps elements [begin, begin + n), each block's with the block's denominator. */
+/* Steps elements [begin, begin + n). The elements of each block share the block's denominator. */
 static void
 mini_blocks(const fsdpc_optim_rules *rules, const fsdpc_optim_tensor *tensor,
             const fsdpc_optim_numbers *k, int64_t begin, int64_t n, char *p, const char *g, char *m)
@@ -213,7 +213,7 @@ static void
 step_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, const fsdpc_optim_numbers *k,
           int64_t begin, int64_t n)
 {
-    /* The processor would confuse rows that are a multiple of 4 KiB apart, hence the extra room. */
+    /* The buffers have extra room, because buffers a multiple of 4 KiB apart conflict in the processor. */
     _Alignas(64) double grad_buffer[FSDPC_OPTIM_TILE + 16];
     _Alignas(64) float buffers[1 + FSDPC_OPTIM_STATES][FSDPC_OPTIM_TILE + 112];
     const fsdpc_optim_loops *loops = pass->loops;
@@ -246,14 +246,14 @@ step_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, const fsdpc
     }
 }
 
-/* True if the loops read a tensor's gradients as they are. */
+/* True if the loops can read the gradients directly from memory. */
 static bool
 gradient_is_plain(const fsdpc_optim_rule *rule)
 {
     return (rule->grad_scale == 1 || folds_scale(rule)) && !decays_gradients(rule);
 }
 
-/* A tile of Adam whose bfloat16 states are rounded stochastically. */
+/* Steps a tile by Adam with bfloat16 states that are rounded stochastically. */
 static void
 step_tile_stochastic(const struct pass *pass, const fsdpc_optim_tensor *tensor,
                      const fsdpc_optim_numbers *k, int64_t begin, int64_t n)
@@ -280,7 +280,7 @@ step_tile_stochastic(const struct pass *pass, const fsdpc_optim_tensor *tensor,
     }
 }
 
-/* True for Adam over bfloat16 memory alone, where the loop adam_nearest does the step. */
+/* True if the loop adam_nearest can make the step: Adam, and all memory is bfloat16. */
 static bool
 is_low(const struct pass *pass, const fsdpc_optim_tensor *tensor, const fsdpc_optim_numbers *k)
 {
@@ -304,8 +304,8 @@ is_one_of(fsdpc_dtype type, fsdpc_dtype a, fsdpc_dtype b)
     return type == a || type == b;
 }
 
-/* The longest tile: a whole part where the loops work on all memory in place, as a tile costs as much as 100
- * elements. Parameters with a copy or an average are read again at the end of a tile, from a cache. */
+/* Returns the longest tile. It is a whole part if the loops use all memory in place: each tile costs as much
+ * time as 100 elements. A tile with a copy or an average is read again, so it must fit in a cache. */
 static int64_t
 longest_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, bool low)
 {
@@ -322,7 +322,7 @@ longest_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, bool low
     return read_again ? READ_AGAIN_TILE : FSDPC_OPTIM_PART;
 }
 
-/* A tile ends where the high half of the index changes: random_key gives one key for a whole tile. */
+/* Ends a tile where the high half of the index changes, because random_key gives one key for a whole tile. */
 static int64_t
 tile_length(const fsdpc_optim_tensor *tensor, int64_t tile, int64_t end, int64_t longest)
 {
@@ -332,8 +332,8 @@ tile_length(const fsdpc_optim_tensor *tensor, int64_t tile, int64_t end, int64_t
     return end - tile < most ? end - tile : most;
 }
 
-/* Prefetches the first lines of the tensor that is stepped next: a processor detects a stream by its first
- * lines, and a small tensor has few more. */
+/* Prefetches the first lines of the tensor that is stepped next, because a processor detects a stream only by
+ * its first lines, and a small tensor has few other lines. */
 static void
 prefetch_first_lines(const fsdpc_optim_tensor *tensor)
 {
@@ -432,7 +432,7 @@ fsdpc_optim_check(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor
     return FSDPC_OK;
 }
 
-/* Tensors of one optimizer are at the same step, as a rule: then their powers are computed once. */
+/* Computes each tensor's numbers, but reuses those of the tensor before if both are at the same step. */
 static void
 fill_numbers(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count,
              fsdpc_optim_numbers *numbers)

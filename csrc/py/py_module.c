@@ -1,9 +1,9 @@
 /* The extension module fsdpc._C: its state, exceptions, types and functions.
  *
- * Multi-phase initialisation with the state in the module. Sub-interpreters and a second load in
- * the same process are refused, because devices and communicators belong to the process; hence one
- * global pointer to the one state is sound. Importing prints nothing, starts no thread, opens no
- * file and reads no processor feature: first use does.
+ * The module uses multi-phase initialisation and keeps its state in the module object. It refuses
+ * sub-interpreters and a second load in the same process, because devices and communicators belong to the
+ * process; so one global pointer to the module state suffices. The import prints nothing, starts no thread,
+ * opens no file and reads no processor feature: a function does so when it first needs the result.
  */
 #define FSDPC_PY_NUMPY_OWNER
 #include "py/base/py_numpy.h"
@@ -23,7 +23,7 @@
 
 /* --- exceptions ------------------------------------------------------------------------------ */
 
-/* Adds fsdpc.<name> with one or two bases; the state owns *slot. */
+/* Adds the exception class `name` with one or two bases to the module. The module state owns *slot. */
 static int
 add_exception(PyObject *module, const char *name, const char *doc, PyObject *base, PyObject *other,
               PyObject **slot)

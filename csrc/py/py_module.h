@@ -1,18 +1,18 @@
-/* What an extension of these files consists of: fsdpc._C, and fsdpc._probe of tests/probe. */
+/* Declarations for an extension module made of these files: fsdpc._C, and fsdpc._probe of tests/probe. */
 #ifndef FSDPC_PY_MODULE_H
 #define FSDPC_PY_MODULE_H
 
 #include "py/base/py.h"
 
-/* For a PyModuleDef whose m_size is that of fsdpc_py_module_state. fsdpc_py_module_exec adds all exceptions,
- * types and functions of fsdpc._C; ImportError for a second module of the same library. */
+/* Functions for a PyModuleDef whose m_size is that of fsdpc_py_module_state. fsdpc_py_module_exec adds all
+ * exceptions, types and functions of fsdpc._C; ImportError for a second module of the same library. */
 int fsdpc_py_module_exec(PyObject *module);
 int fsdpc_py_module_traverse(PyObject *module, visitproc visit, void *arg);
 int fsdpc_py_module_clear(PyObject *module);
 void fsdpc_py_module_free(void *module);
 
-/* The members of a PyModuleDef that these functions need, and the slots behind Py_mod_exec: communicators
- * and devices belong to the process, and the GIL guards the module state. */
+/* The members of a PyModuleDef that these functions need, and the slots that follow Py_mod_exec. The slots
+ * refuse sub-interpreters (devices belong to the process) and keep the GIL, which guards the state. */
 #define FSDPC_PY_MODULE_STATE                                                        \
     .m_size = sizeof(fsdpc_py_module_state), .m_traverse = fsdpc_py_module_traverse, \
     .m_clear = fsdpc_py_module_clear, .m_free = fsdpc_py_module_free

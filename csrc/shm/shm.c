@@ -1,8 +1,8 @@
-/* The shared segment's life: creation and departure. See shm.h and shm_impl.h.
+/* Creation and destruction of a rank's handle of the shared segment. See shm.h and shm_impl.h.
  *
- * Creation has two phases, so that all ranks succeed or all fail: the rendezvous gives each rank
- * the memfd and the pidfds, each rank sets itself up, then all confirm. Only after that may a rank
- * wait.
+ * Creation has two phases, so that it succeeds or fails on all ranks: the rendezvous gives each rank the
+ * memfd and the pidfds; then each rank sets itself up, and all ranks confirm. A rank may wait in the segment
+ * only after the confirmation.
  */
 #include "shm/shm.h"
 
@@ -22,10 +22,10 @@
 
 enum { SPINS = 2000, NAME_BYTES = 90 };
 
-/* Far more than any machine's memory: the file is sparse, so its length is free, and a fixed length
- * needs no agreement among the ranks to grow. */
+/* The length of the file, far more than any machine's memory. The file is sparse, so its length costs
+ * nothing; with a fixed length, the ranks need not agree on growing the file. */
 #define FILE_BYTES ((uint64_t)1 << 44)
-/* The first allocation starts at this multiple, which huge pages need. */
+/* The first allocation starts at this offset, a multiple of the size of huge pages. */
 #define FIRST_OFFSET ((uint64_t)1 << 21)
 
 _Static_assert(sizeof(fsdpc_shm_control) <= FIRST_OFFSET, "the control area must fit before data");
@@ -85,7 +85,7 @@ new_handle(int rank, int world, const char *name, double timeout_s, fsdpc_shm **
     return FSDPC_OK;
 }
 
-/* At most RLIMIT_FSIZE: making a file longer would raise SIGXFSZ. */
+/* Returns the file's length, at most RLIMIT_FSIZE: growing a file beyond that limit raises SIGXFSZ. */
 static uint64_t
 file_limit(void)
 {
@@ -150,7 +150,7 @@ publish_self(fsdpc_shm *shm)
     atomic_store(&shm->control->slots[shm->rank].process, (int32_t)shm->process);
 }
 
-/* SPINS if several ranks have a core each. All ranks' cores count: each rank may be pinned to one core. */
+/* Returns SPINS if each of several ranks has a core, else 0. Counts all cores that any rank may run on. */
 static int
 count_spins(const fsdpc_shm *shm)
 {
@@ -208,7 +208,7 @@ fsdpc_shm_create(int rank, int world, const char *name, double timeout_s, fsdpc_
 void
 fsdpc_shm_leave(fsdpc_shm *shm)
 {
-    /* A forked child has copies of the descriptors and mappings, but is not the rank. */
+    /* A forked child has copies of the descriptors and mappings, but it is not the rank. */
     if (fsdpc_shm_is_owner(shm) && shm->control) {
         atomic_store(&shm->control->slots[shm->rank].left, 1);
         fsdpc_shm_wake_all(shm);

@@ -29,44 +29,44 @@ enum { FSDPC_SHM_MAX_RANKS = 256 };
  * signal check. May be NULL. Process wide. */
 extern int (*fsdpc_shm_interrupt_check)(void);
 
-/* Reports about ranks that do not come, made by the layer above, which can see the ranks' programs. Process
- * wide. Both functions are called without locks held, by a thread that waits or has just given up. */
+/* Functions by which the layer above, which can see the ranks' programs, reports on ranks that do not arrive.
+ * Process wide. Both are called without locks held, by a thread that waits or has just given up. */
 typedef struct fsdpc_shm_reports {
     double after_s; /* a wait that lasts longer calls `linger` about once a second */
     void (*linger)(const char *group);
-    /* Reads a group's one verdict on why ranks gave up. `causes` (FSDPC_SHM_MAX_RANKS numbers): before, the
-     * *count ranks that this rank waits for; after, the *count ranks that are the cause. `text`: a table of
-     * all ranks. `gives_up`: this rank has reached its deadline, so it makes the verdict if the group has
-     * none; otherwise only an existing verdict is read. False: there is no verdict. */
+    /* Reads the verdict on why ranks gave up; a group makes only one. `causes` has room for
+     * FSDPC_SHM_MAX_RANKS ranks: first the *count ranks that this rank waits for, on return the *count ranks
+     * that are the cause. `text` gets a table of all ranks. `gives_up`: this rank has reached its deadline.
+     * Then it makes the verdict if the group has none. Returns false if the group still has no verdict. */
     bool (*verdict)(const char *group, bool gives_up, int *causes, int *count, char *text,
                     size_t bytes);
 } fsdpc_shm_reports;
-/* NULL: nobody makes reports. */
+/* The reports of this process; NULL if nothing makes reports. */
 extern const fsdpc_shm_reports *fsdpc_shm_reporter;
 
-/* Collective over the ranks of the host. `name` is the same on all ranks and unique to this group
- * (the name of the abstract socket). `timeout_s` > 0 is the deadline of this call and of every
+/* Creates a segment. Collective over the ranks of the host. `name` is the same on all ranks and unique to
+ * this group (the name of the abstract socket). `timeout_s` > 0 is the deadline of this call and of every
  * later wait. world == 1 needs no peer. Errors: FSDPC_E_INVAL, FSDPC_E_NOMEM, FSDPC_E_IO, FSDPC_E_MISMATCH,
  * FSDPC_E_TIMEOUT, FSDPC_E_PEER, FSDPC_E_INTERRUPT, FSDPC_E_INTERNAL. */
 int fsdpc_shm_create(int rank, int world, const char *name, double timeout_s, fsdpc_shm **out);
-/* Local, never waits for a peer. Marks this rank as left, so that peers that need it get an error
- * instead of waiting. NULL is allowed. Mappings made by fsdpc_shm_map stay valid. */
+/* Frees the handle. Local; never waits for a peer. Marks this rank as left, so that peers that need it get an
+ * error instead of waiting. NULL is allowed. Mappings made by fsdpc_shm_map stay valid. */
 void fsdpc_shm_free(fsdpc_shm *shm);
-/* From now on messages call rank r numbers[r], its number in a larger group. `numbers` is borrowed. Local. */
+/* From now on messages call rank r by numbers[r], its number in a larger group. Borrows `numbers`. Local. */
 void fsdpc_shm_set_numbers(fsdpc_shm *shm, const int *numbers);
-/* Only marks this rank as left, at the orderly end of a program that still uses the segment. Local;
- * memory stays valid. */
+/* Marks this rank as left and does nothing else. For the orderly end of a program that still uses the
+ * segment. Local; memory stays valid. */
 void fsdpc_shm_leave(fsdpc_shm *shm);
 
 /* Allocates `bytes` (rounded up to pages) of the file. All ranks make the same calls in the same order.
- * *offset is the position in the file. With `reserve` the pages are allocated now, so that a full
- * memory is FSDPC_E_NOMEM here and not a signal later. Without `reserve` the call is local
- * arithmetic, and pages appear when touched. */
+ * *offset is the position in the file. With `reserve` the pages are allocated now, so that a lack of memory
+ * ends this call with FSDPC_E_NOMEM instead of raising a signal later. Without `reserve` the call is local
+ * arithmetic, and pages take memory when touched. */
 int fsdpc_shm_alloc(fsdpc_shm *shm, size_t bytes, bool reserve, uint64_t *offset);
-/* Gives pages back to the kernel (contents become zero); the address range stays usable. */
+/* Gives pages back to the kernel, which makes their contents zero; the address range stays usable. */
 int fsdpc_shm_discard(fsdpc_shm *shm, uint64_t offset, size_t bytes);
-/* Maps part of the file read-write: at an address that the kernel chooses (`address` NULL), or exactly at
- * `address`, over whatever was mapped there: the caller owns that range, and lists it for forks
+/* Maps part of the file read-write. If `address` is NULL, the kernel chooses the address. Otherwise the
+ * mapping replaces what was mapped at `address`; the caller owns that range and lists it for forks
  * (base/forks.h). Offsets and bytes are page multiples. */
 int fsdpc_shm_map(fsdpc_shm *shm, uint64_t offset, size_t bytes, void *address, void **out);
 /* Maps part of the file at `address`, as private memory that can only be read. */
@@ -84,8 +84,8 @@ typedef struct fsdpc_wait {
     const char *unit; /* name of the unit or "" */
 } fsdpc_wait;
 
-/* Spins, then sleeps, until *word != old, a death, the deadline or an interrupt. `deadline_ns` is on
- * CLOCK_MONOTONIC; fsdpc_shm_deadline() returns one. Spurious returns are allowed: callers loop. */
+/* Spins, then sleeps, until *word != old. A death, the deadline or an interrupt ends the wait with an error.
+ * `deadline_ns` is on CLOCK_MONOTONIC (fsdpc_shm_deadline). Spurious returns are allowed: callers loop. */
 int fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
                         const fsdpc_wait *what);
 /* The two halves of fsdpc_shm_wait_word, for callers that publish that they sleep: waking a rank that only
@@ -95,35 +95,36 @@ int fsdpc_shm_sleep_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, i
                          const fsdpc_wait *what);
 /* Wakes every waiter of a word in the segment. */
 void fsdpc_shm_wake(_Atomic uint32_t *word);
-/* Now plus the segment's timeout. */
+/* Returns the current time plus the segment's timeout. */
 int64_t fsdpc_shm_deadline(const fsdpc_shm *shm);
 int64_t fsdpc_shm_now_ns(void);
 
-/* FSDPC_OK, or with text: FSDPC_E_PEER when another rank died or aborted the group, FSDPC_E_COMM when this
- * rank aborted it. A rank that left in good order (fsdpc_shm_leave) is an error only for waits on it. */
+/* Returns FSDPC_OK, or with text FSDPC_E_PEER if another rank died or aborted the group, or FSDPC_E_COMM if
+ * this rank aborted it. A rank that left in good order (fsdpc_shm_leave) fails only waits for that rank. */
 int fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what);
-/* True if `rank` has called fsdpc_shm_leave or fsdpc_shm_free, even if it has exited since. */
+/* Returns true if `rank` has called fsdpc_shm_leave or fsdpc_shm_free, even if it has exited since. */
 bool fsdpc_shm_left(const fsdpc_shm *shm, int rank);
 /* Marks the group broken on all ranks with this rank's error text: every wait of another rank ends with
  * FSDPC_E_PEER and quotes the text. The first abort wins. */
 void fsdpc_shm_abort(fsdpc_shm *shm, const char *text);
 
-/* fsdpc_late_error() of this rank, with the `missing` ranks (NULL or a list) and the last wait of
- * each; or the group's failure, if the group had failed before. */
+/* Returns fsdpc_late_error() for this rank, with the `missing` ranks (NULL or a list) and the last wait of
+ * each. If the group had failed before, returns the group's failure instead. */
 int fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missing,
                             int missing_count);
 
-/* FSDPC_E_PEER: `rank` has left while this rank waits for it; or the group's failure, if it failed before. */
+/* Returns FSDPC_E_PEER, because `rank` left while this rank waits for it, or the group's earlier failure. */
 int fsdpc_shm_left_error(fsdpc_shm *shm, int rank, const fsdpc_wait *what);
 
 /* --- waits that a rank may also end by itself: [Note: stuck] in shm_stuck.c -------------------- */
 
-enum { FSDPC_SHM_GROUPS = 32 }; /* segments of a process that publish their waits to each other */
+enum { FSDPC_SHM_GROUPS = 32 }; /* most segments of a process in which its waits are published */
 
-/* A waiter's fallback when no other rank can end the wait; the highest one is used first. */
+/* A waiter's fallback when no other rank can end the wait: [Note: stuck] describes each. If several waiters
+ * have fallbacks, those with the last fallback in this list use theirs. */
 enum fsdpc_shm_way { FSDPC_WAY_NONE, FSDPC_WAY_LEAVE, FSDPC_WAY_OLDER, FSDPC_WAY_PRIVATE };
 
-/* The counts of changes of this process's segments at one moment. */
+/* How many changes each of this process's segments had counted at one moment, by the segment's `serial`. */
 typedef struct fsdpc_shm_view {
     uint32_t bell;
     int count;
@@ -134,36 +135,36 @@ typedef struct fsdpc_shm_view {
 
 /* Call this after a change that other ranks may wait for: it counts the change and wakes those ranks. */
 void fsdpc_shm_notify(fsdpc_shm *shm);
-/* Reads the counts. Call this before you examine the state that the wait is for. */
+/* Fills *view. Call this before you examine the state that the wait is for. */
 void fsdpc_shm_read_changes(fsdpc_shm *shm, fsdpc_shm_view *view);
-/* True in a deadlock: all ranks that could end this rank's wait have been waiting since `view`, and
+/* Returns true in a deadlock: all ranks that could end this rank's wait have been waiting since `view`, and
  * none of them has a better fallback than `way`, which this rank must use now. False for WAY_NONE. */
 bool fsdpc_shm_stuck(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way);
-/* Call these around a wait: begin, then read_changes, examine, stand, again and again, then end. */
+/* Call these around a wait: begin; then read_changes, examine the state, stand, repeatedly; then end. */
 void fsdpc_shm_stand_begin(fsdpc_shm *shm);
 void fsdpc_shm_stand_end(fsdpc_shm *shm);
-/* Sleeps until a change since `view`, at most until `until_ns`; `way` is this rank's fallback. Returns
- * at once if this rank is stuck. Errors are those of fsdpc_shm_wait_word; FSDPC_E_TIMEOUT at
- * `until_ns`. */
+/* Sleeps until a change is counted after `view` was read, but at most until `until_ns`. `way` is this rank's
+ * fallback. Returns at once if fsdpc_shm_stuck would return true. Errors are those of fsdpc_shm_wait_word,
+ * with FSDPC_E_TIMEOUT at `until_ns`. */
 int fsdpc_shm_stand(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way,
                     int64_t until_ns, const fsdpc_wait *what);
-/* True while the process of `rank` is in a wait with fsdpc_shm_stand, of any group. */
+/* Returns true while the process of `rank` is in a wait with fsdpc_shm_stand, of any group. */
 bool fsdpc_shm_stands(const fsdpc_shm *shm, int rank);
-/* True if `rank` has begun a sleep in this group since `since_ns`. */
+/* Returns true if `rank` has begun a sleep in this group since `since_ns`. */
 bool fsdpc_shm_slept_since(const fsdpc_shm *shm, int rank, int64_t since_ns);
-/* Processor time that the process of `rank` has used, or -1. */
+/* Returns the processor time that the process of `rank` has used, or -1. */
 int64_t fsdpc_shm_cpu_ns(const fsdpc_shm *shm, int rank);
 
 /* --- collectives over the control area ------------------------------------------------------- */
 
 int fsdpc_shm_barrier(fsdpc_shm *shm, const fsdpc_wait *what);
-/* True while `rank` is in a barrier that this rank has not entered: `rank` does nothing until then. */
+/* Returns true while `rank` is in a barrier that this rank has not entered: `rank` waits for this rank. */
 bool fsdpc_shm_waits_for_this_rank(const fsdpc_shm *shm, int rank);
-/* True if `rank` has entered the barrier that has just failed on this rank. */
+/* Returns true if `rank` has entered the barrier that has just failed on this rank. */
 bool fsdpc_shm_came(const fsdpc_shm *shm, int rank);
-/* Compares the ranks' texts by digest (of the length and the first 64 KiB). FSDPC_E_MISMATCH on every rank
- * when the texts differ: the error quotes the first differing line (in the first 4 KiB) of rank 0 and of the
- * lowest rank with another text. Collective. */
+/* Compares the ranks' texts by a digest (of the length and the first 64 KiB). If the texts differ, returns
+ * FSDPC_E_MISMATCH on every rank: the error quotes the first differing line (in the first 4 KiB) of rank 0
+ * and of the lowest rank with another text. Collective. */
 int fsdpc_shm_agree(fsdpc_shm *shm, const char *text, const fsdpc_wait *what);
 
 #endif

@@ -1,9 +1,9 @@
 /* Rank 0's side of the rendezvous. See shm_rendezvous.c for the messages.
  *
- * A connection is a stranger until its hello. A stranger with another first message is rejected,
- * and the ranks wait on; a silent stranger is closed when its place is needed. The hello of a
- * rank that does not fit this group fails the rendezvous on all ranks, because no later message
- * could make that rank fit.
+ * A connection that has not sent a hello is called a stranger. A stranger with another first message is
+ * rejected, and the ranks keep waiting; a silent stranger is closed when its place is needed. The hello of a
+ * rank that does not fit this group fails the rendezvous on all ranks, because no later message could make
+ * that rank fit.
  */
 #include <errno.h>
 #include <poll.h>
@@ -16,8 +16,8 @@
 #include "shm/shm_message.h"
 #include "base/status.h"
 
-enum { STRANGERS = 64 }; /* connections without a hello */
-/* A rank sends its hello as soon as it is connected: a stranger that is silent for longer may be closed. */
+enum { STRANGERS = 64 }; /* how many connections without a hello are kept */
+/* A rank sends its hello once it is connected, so a stranger that is silent for longer may be closed. */
 static const int64_t silence_ns = 500000000;
 
 typedef struct stranger {
@@ -25,7 +25,7 @@ typedef struct stranger {
     int64_t since_ns;
 } stranger;
 
-/* The status that the other ranks return when one rank fails with `status`. */
+/* Returns the status that the other ranks return when one rank fails with `status`. */
 static int
 status_elsewhere(int status)
 {
@@ -38,9 +38,9 @@ typedef struct host {
     int listener;
     stranger strangers[STRANGERS]; /* in no order */
     int stranger_count;
-    int here; /* ranks whose hello has come, rank 0 included */
+    int here; /* number of ranks whose hello has arrived, rank 0 included */
     bool all_pidfds;
-    fsdpc_shm_message arrived; /* its bitmap is kept up to date */
+    fsdpc_shm_message arrived; /* the message whose bitmap shows the ranks that have arrived */
 } host;
 
 static int
@@ -73,7 +73,7 @@ send_arrivals(host *self)
 {
     for (int i = 1; i < self->shm->world; i++) {
         if (self->shm->peers[i].socket >= 0) {
-            /* Best effort: a lost message only makes the peer's time-out text poorer. */
+            /* Best effort: without the message, the peer's time-out text may call arrived ranks missing. */
             fsdpc_shm_message_try(self->shm->peers[i].socket, &self->arrived, NULL, 0);
         }
     }
@@ -103,7 +103,7 @@ check_hello(const host *self, const fsdpc_shm_message *hello)
     return FSDPC_OK;
 }
 
-/* Takes over `socket`, even if the rank is refused. */
+/* Admits the rank that sent `hello`, or refuses it. Takes over `socket` in both cases. */
 static int
 admit(host *self, int socket, const fsdpc_shm_message *hello, fsdpc_shm_descriptors *passed)
 {
@@ -129,7 +129,7 @@ admit(host *self, int socket, const fsdpc_shm_message *hello, fsdpc_shm_descript
     return FSDPC_OK;
 }
 
-/* Admits a stranger that sends a hello and rejects every other one. */
+/* Admits the stranger if its message is a hello, and rejects it otherwise. */
 static int
 receive_stranger(host *self, int index)
 {
@@ -152,7 +152,7 @@ receive_stranger(host *self, int index)
     return FSDPC_OK;
 }
 
-/* The index of the stranger that has been connected for longest, or -1. */
+/* Returns the index of the stranger that has been connected for longest, or -1. */
 static int
 most_silent(const host *self)
 {
@@ -165,7 +165,7 @@ most_silent(const host *self)
     return found;
 }
 
-/* True if one more connection can be accepted. Others wait in the listener's queue. */
+/* Returns true if one more connection can be accepted; others wait in the listener's queue. */
 static bool
 has_room(const host *self)
 {
@@ -199,7 +199,7 @@ accept_stranger(host *self)
     self->strangers[self->stranger_count++] = (stranger){socket, fsdpc_shm_now_ns()};
 }
 
-/* A message of an admitted rank: READY is counted, any other one fails the rendezvous. */
+/* Receives a message of an admitted rank: READY is counted, any other message fails the rendezvous. */
 static int
 receive_peer(host *self, int rank, int *ready)
 {
@@ -258,7 +258,7 @@ receive_messages(host *self, int *ready)
             FSDPC_TRY(receive_peer(self, i, ready));
         }
     }
-    /* Downwards: receiving from a stranger may move the last stranger into its place. */
+    /* Counts down, because receive_stranger may move the last stranger to this stranger's place. */
     for (int i = strangers - 1; i >= 0; i--) {
         if (polls[self->shm->world + i].revents) {
             FSDPC_TRY(receive_stranger(self, i));
@@ -270,7 +270,7 @@ receive_messages(host *self, int *ready)
     return FSDPC_OK;
 }
 
-/* A rank that has closed the connection may have sent the reason before, so its messages are read then. */
+/* Sends a message. If the rank has closed the connection, reads its last messages, which may say why. */
 static int
 send_to_peer(host *self, int rank, const fsdpc_shm_message *text, const int *fds, int count)
 {
@@ -322,7 +322,7 @@ static void
 send_failure(const fsdpc_shm *shm, int status)
 {
     char text[FSDPC_SHM_MESSAGE_TEXT];
-    const bool own = status != status_elsewhere(status); /* other texts name a rank already */
+    const bool own = status != status_elsewhere(status); /* then the text names no rank yet */
     snprintf(text, sizeof text, "%s%s", own ? "rank 0 gave up: " : "", fsdpc_error_text());
     for (int i = 1; i < shm->world; i++) {
         if (shm->peers[i].socket >= 0) {

@@ -1,9 +1,9 @@
-/* Allocating, mapping and discarding ranges of the shared file.
+/* Allocation, mapping and discarding of ranges of the shared file.
  *
- * The file is far longer than any memory, so an allocation only adds to an offset. Pages take
+ * The file is far longer than any machine's memory, so an allocation only adds to an offset. Pages take
  * memory when touched, or at once with `reserve`. A request beyond the free memory would wake the
- * kernel's out-of-memory killer instead of returning an error, so a request is compared with the
- * free memory first.
+ * kernel's out-of-memory killer instead of returning an error, so a request is compared with the free
+ * memory first.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -51,8 +51,8 @@ allocate_pages(fsdpc_shm *shm, uint64_t offset, size_t bytes)
     return FSDPC_OK;
 }
 
-/* The first rank to come allocates the pages for all ranks. Otherwise each rank would compare its request
- * with free memory from which the first rank's pages are already missing. */
+/* The first rank to arrive allocates the pages for all ranks. Otherwise each rank would compare its request
+ * with the free memory that remains after the first rank's allocation. */
 static int
 reserve_pages(fsdpc_shm *shm, uint64_t offset, size_t bytes)
 {
@@ -97,7 +97,7 @@ fsdpc_shm_alloc(fsdpc_shm *shm, size_t bytes, bool reserve, uint64_t *offset)
             shm->rank, bytes, (unsigned long long)start, (unsigned long long)shm->file_bytes);
     }
     size_t rounded = fsdpc_round_up(bytes, fsdpc_shm_page_bytes());
-    /* Advanced even if the reservation fails, so that offsets stay equal on all ranks. */
+    /* The offset advances even if the reservation fails, so that offsets stay equal on all ranks. */
     shm->next_offset = start + rounded;
     if (reserve && rounded > 0) {
         FSDPC_TRY(reserve_pages(shm, start, rounded));
@@ -131,7 +131,7 @@ fsdpc_shm_discard(fsdpc_shm *shm, uint64_t offset, size_t bytes)
     return FSDPC_OK;
 }
 
-/* A free address range aligned for huge pages: more than needed is reserved, then the ends are unmapped. */
+/* Returns a free address range aligned for huge pages: reserves more than needed, then unmaps the ends. */
 static void *
 aligned_range(size_t bytes)
 {
@@ -170,7 +170,7 @@ fsdpc_shm_map(fsdpc_shm *shm, uint64_t offset, size_t bytes, void *address, void
                                  (unsigned long long)offset);
     }
     if (bytes >= HUGE_BYTES) {
-        /* Best effort: without huge pages small ones are used. */
+        /* Best effort: without huge pages the kernel uses small pages. */
         madvise(mapped, bytes, MADV_HUGEPAGE);
     }
     int status = address ? FSDPC_OK : fsdpc_forks_add(mapped, bytes, NULL, NULL);

@@ -60,7 +60,7 @@ fsdpc_shm_message_new(enum fsdpc_shm_kind kind)
                                .kind = kind};
 }
 
-/* 0 or an errno. */
+/* Returns 0 or an errno. */
 int
 fsdpc_shm_message_try(int socket, const fsdpc_shm_message *text, const int *fds, int count)
 {
@@ -95,8 +95,8 @@ take_descriptors(struct msghdr *packet, fsdpc_shm_descriptors *passed)
     }
 }
 
-/* 0; EAGAIN also after a signal; EPIPE at the end of the connection; EPROTO for bytes that are no message
- * of fsdpc; or another errno. */
+/* Returns 0; EAGAIN if there is no message yet, or after a signal; EPIPE if the connection has ended; EPROTO
+ * if the bytes are not a message of fsdpc; or another errno. */
 int
 fsdpc_shm_message_receive(int socket, fsdpc_shm_message *text, fsdpc_shm_descriptors *passed)
 {
@@ -136,7 +136,7 @@ fsdpc_shm_message_send(int socket, const char *peer, const fsdpc_shm_message *te
         if (rc == 0) {
             return FSDPC_OK;
         }
-        /* ETOOMANYREFS: too many descriptors in flight, until receivers take them. */
+        /* After ETOOMANYREFS try again: too many descriptors are in flight until the receivers take them. */
         if (rc != EAGAIN && rc != ETOOMANYREFS && rc != EINTR) {
             return fsdpc_shm_connection_error(rc, peer);
         }
@@ -186,7 +186,7 @@ fsdpc_shm_same_user(int socket)
 int
 fsdpc_shm_own_pidfd(void)
 {
-    /* pidfds are close-on-exec by themselves. */
+    /* The kernel makes every pidfd close-on-exec. */
     return fsdpc_shm_without_pidfd ? -1 : (int)syscall(SYS_pidfd_open, getpid(), 0);
 }
 

@@ -1,4 +1,4 @@
-/* The messages of the rendezvous, and sending and receiving them. Private to this folder.
+/* Messages of the rendezvous, and the functions that send and receive them. Private to this folder.
  */
 #ifndef FSDPC_SHM_MESSAGE_H
 #define FSDPC_SHM_MESSAGE_H
@@ -28,7 +28,7 @@ typedef struct fsdpc_shm_message {
     int32_t rank, world;                        /* in HELLO */
     int32_t pid;                                /* in HELLO */
     uint32_t first;                             /* in PIDFDS: rank of the first pidfd */
-    uint32_t watch_sockets;                     /* in WELCOME: there will be no pidfds */
+    uint32_t watch_sockets;                     /* in WELCOME: 1 if no pidfds will follow */
     uint64_t arrived[FSDPC_SHM_MAX_RANKS / 64]; /* in ARRIVED: a bitmap of ranks */
     char text[FSDPC_SHM_MESSAGE_TEXT];          /* in FAIL */
 } fsdpc_shm_message;
@@ -36,41 +36,41 @@ typedef struct fsdpc_shm_message {
 typedef struct fsdpc_shm_descriptors {
     int count;
     int fds[FSDPC_SHM_BATCH];
-    bool lost; /* more descriptors were sent, but this process may open no more */
+    bool lost; /* true if more descriptors were sent than this process may open */
 } fsdpc_shm_descriptors;
 
-/* A new socket of the kind that both sides use, close-on-exec and never blocking; -1 with errno. */
+/* Returns a new socket of the kind that both sides use (close-on-exec, non-blocking); -1 with errno set. */
 int fsdpc_shm_socket(void);
 fsdpc_shm_message fsdpc_shm_message_new(enum fsdpc_shm_kind kind);
-/* Sends text and descriptors, without waiting; 0 or an errno. */
+/* Sends `text` and `count` descriptors without waiting. Returns 0 or an errno. */
 int fsdpc_shm_message_try(int socket, const fsdpc_shm_message *text, const int *fds, int count);
-/* As fsdpc_shm_message_try, but waits until the deadline for room in the socket. */
+/* Sends like fsdpc_shm_message_try, but waits for room in the socket until the deadline. Returns a status. */
 int fsdpc_shm_message_send(int socket, const char *peer, const fsdpc_shm_message *text,
                            const int *fds, int count, int64_t deadline_ns);
 /* Sends a failure, without waiting. A peer that does not get the message sees the connection end. */
 void fsdpc_shm_message_fail(int socket, int status, const char *text);
-/* 0; EAGAIN: no message yet; EPIPE: the connection has ended; EPROTO: the bytes are no message of fsdpc;
- * or another errno. The caller closes the descriptors. */
+/* Returns 0; EAGAIN if there is no message yet; EPIPE if the connection has ended; EPROTO if the bytes are
+ * not a message of fsdpc; or another errno. The caller closes the descriptors. */
 int fsdpc_shm_message_receive(int socket, fsdpc_shm_message *text, fsdpc_shm_descriptors *passed);
 void fsdpc_shm_descriptors_close(fsdpc_shm_descriptors *passed);
 
-/* The abstract address of a group. */
+/* Sets *address to the abstract socket address of the group `name`, and *bytes to the address's length. */
 struct sockaddr_un;
 int fsdpc_shm_address(const char *name, struct sockaddr_un *address, unsigned *bytes);
 /* True if the process at the other end runs as this process's user. */
 bool fsdpc_shm_same_user(int socket);
-/* A pidfd of this process, or -1. */
+/* Returns a pidfd of this process, or -1. */
 int fsdpc_shm_own_pidfd(void);
-/* Closes and sets to -1. */
+/* Closes *fd if it is open, and sets *fd to -1. */
 void fsdpc_shm_close(int *fd);
-/* Milliseconds to poll for: until the deadline, at most one slice. */
+/* Returns for how many milliseconds to poll: the time until the deadline, but at most one slice. */
 int fsdpc_shm_slice_ms(int64_t deadline_ns);
-/* FSDPC_E_TIMEOUT of the rendezvous, naming the ranks that are missing. */
+/* Sets an error text that names the missing ranks, and returns FSDPC_E_TIMEOUT. */
 int fsdpc_shm_late_rendezvous(const fsdpc_shm *shm, const int *missing, int count);
-/* The error of a connection to `peer` ("rank 0"): FSDPC_E_PEER at its end, FSDPC_E_MISMATCH for
- * bytes of another protocol, else the error of `errnum`. */
+/* Sets and returns the error of a connection to `peer` (for example "rank 0"): FSDPC_E_PEER if the connection
+ * has ended, FSDPC_E_MISMATCH after bytes of another protocol, else the error of `errnum`. */
 int fsdpc_shm_connection_error(int errnum, const char *peer);
-/* fsdpc_shm_late_rendezvous, where the missing ranks are those whose bit in `arrived` is 0. */
+/* Calls fsdpc_shm_late_rendezvous for the ranks whose bit in `arrived` is 0. */
 int fsdpc_shm_missing_error(const fsdpc_shm *shm, const uint64_t *arrived);
 
 /* Rank 0's side of fsdpc_shm_rendezvous and fsdpc_shm_confirm (shm_host.c). */

@@ -10,10 +10,10 @@
  *                            <- ready ------- set up, or the error
  *     --- go --------------->                 when all ranks are ready
  *
- * Either side may send `fail` with a status and a text at any time; a closed connection means
- * death. Each process makes its own pidfd and sends it, so that a reused pid cannot be mistaken for
- * the rank. If one rank cannot make a pidfd, no rank uses them: the connections stay open and their
- * end is watched instead.
+ * Either side may send `fail` with a status and a text at any time; a closed connection means that the
+ * process has died. Each process makes and sends a pidfd of itself, so that a reused pid cannot be mistaken
+ * for the rank. If one rank cannot make a pidfd, no rank uses pidfds: the connections stay open, and the
+ * watcher takes the end of a connection as the death of a rank.
  */
 #include <errno.h>
 #include <poll.h>
@@ -80,7 +80,7 @@ send_hello(guest *self)
     return status;
 }
 
-/* Receives the next message; ARRIVED only updates the bitmap. */
+/* Receives the next message that is not ARRIVED; a message ARRIVED only updates the bitmap. */
 static int
 receive_from_host(guest *self, fsdpc_shm_message *got, fsdpc_shm_descriptors *passed)
 {
@@ -186,7 +186,7 @@ send_ready(guest *self)
     if (status != FSDPC_E_PEER) {
         return status;
     }
-    /* Rank 0 may have said why, before it closed the connection. */
+    /* Rank 0 may have sent the reason before it closed the connection. */
     status = receive_from_host(self, &got, &passed);
     return status == FSDPC_OK ? unexpected(&passed) : status;
 }

@@ -46,7 +46,7 @@ fsdpc_shm_describe(const fsdpc_wait *what, char *text, size_t bytes)
 
 /* --- forks ---------------------------------------------------------------------------------- */
 
-/* The count of forks costs every barrier one load; getpid() would cost it a system call. */
+/* Every barrier calls this function: comparing counts of forks costs one load, getpid() a system call. */
 bool
 fsdpc_shm_is_owner(const fsdpc_shm *shm)
 {
@@ -75,7 +75,7 @@ fsdpc_shm_wake_all(fsdpc_shm *shm)
     fsdpc_shm_control *control = shm->control;
     atomic_fetch_add(&control->broadcast, 1);
     fsdpc_shm_wake(&control->broadcast);
-    /* Without futex_waitv a rank in a barrier sleeps on this word alone. */
+    /* Without futex_waitv a rank in a barrier sleeps on barrier_done only, not on the broadcast word. */
     fsdpc_shm_wake(&control->barrier_done);
 }
 
@@ -130,7 +130,7 @@ fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
     if (failure == 0) {
         return FSDPC_OK;
     }
-    /* Checked before the verdict is read, which runs Python and would consume a Ctrl-C. */
+    /* Interrupts are checked first, because reading the verdict runs Python, which would consume a Ctrl-C. */
     FSDPC_TRY(fsdpc_shm_interrupted(what));
     int rank = (int)(failure & 0xffff);
     int pid = (int)atomic_load(&shm->control->slots[rank].pid);
@@ -159,7 +159,7 @@ fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
 void
 fsdpc_shm_abort(fsdpc_shm *shm, const char *text)
 {
-    /* Once per rank: the text must not change after its publication. */
+    /* A rank aborts only once, because the text must not change once other ranks can read it. */
     if (!fsdpc_shm_is_owner(shm) || atomic_exchange(&shm->aborting, 1)) {
         return;
     }
@@ -174,7 +174,7 @@ fsdpc_shm_left(const fsdpc_shm *shm, int rank)
     return atomic_load_explicit(&shm->control->slots[rank].left, memory_order_acquire) != 0;
 }
 
-/* Barrier numbers wrap at 2^32, so the sign of their difference decides. */
+/* Barrier numbers wrap at 2^32, so the sign of their difference tells which number is later. */
 bool
 fsdpc_shm_waits_for_this_rank(const fsdpc_shm *shm, int rank)
 {

@@ -1,8 +1,8 @@
 /* Deadlock detection: when every rank waits, some of them may use a fallback.
  *
  * A rank that waits for others often has a fallback: private memory in place of a busy slot, or a
- * peer's values of an earlier pass. It should use the fallback if all ranks wait for each other, and
- * only then. Ranks may wait in different places, for slots of different trees or of different groups.
+ * peer's values of an earlier pass. The rank should use its fallback if, and only if, all ranks wait for each
+ * other. Ranks may wait in different places, for slots of different trees or of different groups.
  * So the state below belongs to the process, not to a tree or a group.
  *
  * [Note: stuck] Each segment counts the changes that its members make (`changes`), and has one
@@ -13,25 +13,25 @@
  *   1. A process that has changed anything that a wait may depend on increments the count of
  *      every segment it is in: after the change, and before it waits or examines a wait again.
  *   2. A waiter reads the counts (fsdpc_shm_read_changes) and then examines what it waits for.
- *      Only if it can do nothing does it write its word, with the count it has read, into each
- *      of its segments.
- *   3. The word in a segment S is marked CLOSED if only members of S can end the wait: if S has
- *      all members of the segment in which the rank waits.
+ *      If the waiter can do nothing, it writes its word into each of its segments. The word holds
+ *      the count that the waiter has read in that segment.
+ *   3. The word in a segment S is marked CLOSED if only members of S can end the wait, that is, if
+ *      S has all members of the segment in which the rank waits.
  *   4. Whether a waiter can do something depends on the shared state alone, not on time. The
  *      fallback PRIVATE is the exception: it is correct at any time.
  *   5. One thread of a process uses its segments at a time (the waits of hooks hold the GIL). If
  *      two threads wait at the same time, their words do not count.
  *
- * Claim: a waiter of S reads the words of all other members one after the other, finds each
- * CLOSED and of count t, and then reads the segment's count as t, the count of its own first
- * read. Then no member is changing anything, except members that have made the same finding at
- * count t, and members that go on because of a change by one of those.
- *   Proof. Suppose there are other members that change something, and let y be the first of
- * them. The segment's count was still t at the last read, so by rule 1 y made its change after
- * writing its word for t. In between, y examined its wait again and could do something. By rules
- * 2 and 4 the state had changed since y wrote its word, by a member of S (rule 3), before y's
- * change, and without an increment of the count either. So y was not the first. All these loads
- * and stores are sequentially consistent, so there is one order of all of them.
+ * Claim: suppose that a waiter of S first reads the segment's count as t, then reads the words of all other
+ * members one after the other and finds each word CLOSED with count t, and then reads the segment's count
+ * as t again. Then no member is changing anything, except members that have made the same finding at
+ * count t, and members that go on because of a change by one of those members.
+ *   Proof. Suppose that other members change something, and let y be the first of them. The segment's
+ * count was still t at the last read, so by rule 1 y made its change after y wrote its word for t. Between
+ * the two, y examined its wait again and could do something. By rules 2 and 4 the state had changed since y
+ * wrote its word. By rule 3 a member of S made that change, before y's change, and the count had not been
+ * incremented for that change either. So y was not the first. All these loads and stores are sequentially
+ * consistent, so there is one order of all of them.
  *
  * So a waiter that is `stuck` may rely on all other members standing still until it acts, except
  * members that are stuck as well and act at the same time. For that case fallbacks are ordered:
@@ -39,20 +39,20 @@
  * at count t use the same fallback.
  *
  *   PRIVATE  private memory in place of a slot. Other ranks see no change.
- *   OLDER    the values of a peer that has not begun this pass and stands still before it. If the
- *            ranks run the same passes in the same order, the rank that is
- *            furthest behind waits for memory only, so it has PRIVATE, and no rank uses OLDER.
- *   LEAVE    do not wait for ranks that are late in a forward. This rank may change its values
- *            afterwards, so no rank may be about to read them: a rank that is about to has OLDER.
+ *   OLDER    the present values of a peer that has not begun this pass and stands still before the pass. If
+ *            the ranks run the same passes in the same order, the rank that is furthest behind waits for
+ *            memory only, so that rank has PRIVATE, and no rank uses OLDER.
+ *   LEAVE    do not wait for ranks that are late in a forward. This rank may change its values afterwards.
+ *            That is safe: a rank that is about to read these values has OLDER, which is used first.
  *   NONE     no fallback: the wait goes on.
  *
- * A rank in a barrier that this rank has not entered stands still at any count: nothing ends that wait
- * before this rank enters. A rank that goes to sleep in a barrier wakes the others, as the last to wait does.
+ * If another rank is in a barrier that this rank has not entered, that rank stands still, whatever its word
+ * is. A rank that goes to sleep in a barrier wakes the ranks that wait elsewhere, as the last waiter does.
  *
- * When the last rank begins to wait, the others sleep. The last rank wakes those with a fallback by the
- * segment's `bell`, the futex word of these sleeps, which every change increments as well.
- * tests/simcluster schedules ranks at random. Its planted faults leave out each rule of this file in turn,
- * and a run must then fail.
+ * When the last rank begins to wait, the others sleep on `bell`, a futex word of the segment. The last rank
+ * increments `bell` to wake the ranks that have a fallback. Every change increments `bell` as well.
+ * tests/simcluster schedules ranks at random. For each rule of this file, a planted fault leaves
+ * the rule out, and a run with the fault must fail.
  */
 #include <time.h>
 #include <unistd.h>
@@ -79,7 +79,7 @@ int (*fsdpc_shm_process)(void) = own_pid;
 
 static pthread_once_t forks_once = PTHREAD_ONCE_INIT;
 
-/* Another thread may have held the lock at the fork. */
+/* The child of a fork needs a new lock, because another thread may have held the old one at the fork. */
 static void
 renew_lock(void)
 {
@@ -171,8 +171,8 @@ fsdpc_shm_stuck_leave(fsdpc_shm *shm)
     pthread_mutex_unlock(&joined.lock);
 }
 
-/* The segments of `set`, one per call, then NULL; a segment without an entry in the table yields itself. The
- * caller holds the lock. */
+/* Returns the segments of `set`, one per call, and then NULL. If `shm` has no entry in the table, returns
+ * `shm` and then NULL. The caller holds the lock. */
 static fsdpc_shm *
 next_of(fsdpc_shm *shm, uint32_t set, int *at)
 {
@@ -230,7 +230,7 @@ fsdpc_shm_read_changes(fsdpc_shm *shm, fsdpc_shm_view *view)
     pthread_mutex_unlock(&joined.lock);
 }
 
-/* False for a segment that was joined after the read. */
+/* Sets *count to the changes of `shm` as read into `view`. Returns false if `shm` joined after that. */
 static bool
 changes_of(const fsdpc_shm *shm, const fsdpc_shm_view *view, uint64_t *count)
 {
@@ -312,7 +312,7 @@ fsdpc_shm_ring(fsdpc_shm *shm)
     pthread_mutex_unlock(&joined.lock);
 }
 
-/* Writes this process's words; 0 where the wait does not count (rule 5). */
+/* Writes this process's word into each of its segments; the word is 0 if the wait does not count (rule 5). */
 static void
 publish(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way)
 {
@@ -332,8 +332,8 @@ publish(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way)
     }
 }
 
-/* If this was the last rank to wait, the ranks with a fallback must wake up. True: this rank must use its
- * own fallback. */
+/* If this rank is the last one to begin a wait, wakes the ranks that have a fallback. Returns true if this
+ * rank must use its own fallback. */
 static bool
 wake_who_may_act(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way)
 {
@@ -345,7 +345,7 @@ wake_who_may_act(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way 
     }
     fsdpc_shm *each;
     uint64_t count = 0;
-    /* Once per count: two ranks that wake a third one must not keep waking each other. */
+    /* Ring only once per count: two ranks that wake a third one must not keep waking each other. */
     if (changes_of(shm, view, &count) && shm->rung != count + 1) {
         shm->rung = count + 1;
         for (int at = 0; (each = next_of(shm, shm->kin, &at));) {

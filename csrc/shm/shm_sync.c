@@ -31,7 +31,7 @@ list_missing(const fsdpc_shm *shm, uint32_t round, int *missing)
     return count;
 }
 
-/* A rank may arrive and then leave, so whether it has left is read before whether it has arrived. */
+/* A rank may arrive and then leave, so `left` is read before `barrier_seq`. */
 static int
 check_missing_left(fsdpc_shm *shm, uint32_t round, const fsdpc_wait *what)
 {
@@ -52,7 +52,7 @@ wait_round(fsdpc_shm *shm, uint32_t round, const fsdpc_wait *what)
     int status = FSDPC_OK;
     atomic_fetch_add(&shm->control->barrier_sleepers, 1);
     fsdpc_board_begin(what ? what->op : NULL, what ? what->unit : NULL, NULL);
-    /* Ranks that wait elsewhere may have to use their fallbacks now: this rank stands still (shm_stuck.c). */
+    /* This rank stands still now, so ranks that wait elsewhere may need their fallbacks (shm_stuck.c). */
     fsdpc_shm_ring(shm);
     for (;;) {
         uint32_t old = atomic_load(done);

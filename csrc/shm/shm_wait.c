@@ -25,7 +25,7 @@
 
 enum { SLICE_NS = 100 * 1000 * 1000, SHORT_SLICE_NS = 10 * 1000 * 1000 };
 
-/* The kernel's struct futex_waitv, spelled out for older headers. WAITV_U32: a 32-bit shared futex. */
+/* The kernel's struct futex_waitv, which older headers lack. WAITV_U32 marks a 32-bit shared futex. */
 typedef struct waitv_entry {
     uint64_t value;
     uint64_t address;
@@ -91,7 +91,7 @@ futex_wait(_Atomic uint32_t *word, uint32_t old, int64_t until_ns)
     }
 }
 
-/* Returns after a change, a signal or a spurious wake, or at until_ns; callers check for which reason. */
+/* Returns after a change, a signal or a spurious wake, or at until_ns; the caller finds out the reason. */
 static void
 sleep_until(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, uint32_t broadcast,
             int64_t until_ns)
@@ -111,7 +111,7 @@ sleep_until(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, uint32_t broad
     }
 }
 
-/* FSDPC_E_TIMEOUT; `missing` holds the numbers by which messages call the ranks. */
+/* Sets and returns FSDPC_E_TIMEOUT. `missing` numbers the ranks as messages do (fsdpc_shm_set_numbers). */
 static int
 late_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missing, int count, const char *more)
 {
@@ -122,8 +122,8 @@ late_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missing, int count
     return fsdpc_late_error(&late);
 }
 
-/* Two threads of one rank may wait: only the first to begin and the last to end change the
- * counter. */
+/* Several threads of one rank may wait at once: only the first to begin and the last to end increment
+ * blocked_seq. */
 static void
 begin_blocked(fsdpc_shm *shm, const fsdpc_wait *what)
 {
@@ -141,7 +141,7 @@ end_blocked(fsdpc_shm *shm)
     }
 }
 
-/* Makes no system call before the wait is long. */
+/* Calls the reporter's `linger` if this thread's wait is long. Makes no system call for a short wait. */
 static void
 report_long_wait(fsdpc_shm *shm, int64_t now_ns)
 {
@@ -163,7 +163,7 @@ static int
 sleep_slice(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
             const fsdpc_wait *what)
 {
-    /* Read before the check: a failure after the check changes the word, so that no sleep begins. */
+    /* Read before the check: a failure after the check changes this word, so that no sleep begins. */
     uint32_t broadcast = atomic_load(&shm->control->broadcast);
     FSDPC_TRY(fsdpc_shm_check(shm, what));
     int64_t now_ns = fsdpc_shm_now_ns();
@@ -220,7 +220,7 @@ fsdpc_shm_slept_since(const fsdpc_shm *shm, int rank, int64_t since_ns)
 
 /* --- texts ---------------------------------------------------------------------------------- */
 
-/* "; rank 2 (pid 81) waits in gather of unit 3 since 12.0 s" */
+/* Appends to `text`, for example, "; rank 2 (pid 81) waits in gather of unit 3 since 12.0 s". */
 static void
 append_state(const fsdpc_shm *shm, int rank, char *text, size_t bytes)
 {
@@ -268,11 +268,11 @@ fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missi
     for (int i = 0; i < count && i < STATES; i++) {
         append_state(shm, missing[i], states, sizeof states);
     }
-    /* A rank that gave up a moment ago is not late: it knows the cause. It may have left, as its state says,
-     * but it gave up before it left. */
+    /* If a rank has just given up, its error names the cause, so return that error and no timeout. `states`
+     * may say that this rank has left, but the rank gave up before it left. */
     FSDPC_TRY(fsdpc_shm_check(shm, what));
     if (fsdpc_shm_verdict(shm, true, causes, &count, more, sizeof more)) {
-        /* No rank waits for itself: `more` says that this rank is the cause. */
+        /* If this rank is the cause, `more` says so; the list then names only the missing ranks. */
         return contains(causes, count, fsdpc_shm_number(shm, shm->rank))
                    ? late_error(shm, what, numbers, missing ? missing_count : 0, more)
                    : late_error(shm, what, causes, count, more);
@@ -280,7 +280,7 @@ fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missi
     return late_error(shm, what, missing ? numbers : NULL, missing_count, states);
 }
 
-/* A rank also leaves because its group has failed. Then the error is that failure, which came first. */
+/* A rank also leaves if its group has failed. The error is then the group's failure, which came first. */
 int
 fsdpc_shm_left_error(fsdpc_shm *shm, int rank, const fsdpc_wait *what)
 {

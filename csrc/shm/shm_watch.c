@@ -1,10 +1,10 @@
 /* The watcher: one thread per segment that detects a peer's death within milliseconds.
  *
- * The thread polls the peers' pidfds, or, without pidfds, the sockets of the rendezvous (rank 0 has
- * one to each peer and detects all deaths; the others detect rank 0's). A peer that has marked
- * itself as left is ignored. The thread blocks all signals and holds no locks. Sockets have a
- * limit: a rank's forked children hold copies of them, so a death is detected only when the
- * children have ended as well.
+ * The thread polls the peers' pidfds. Without pidfds the thread polls the sockets of the rendezvous: rank 0
+ * has a socket to each peer and detects every death; the other ranks detect only the death of rank 0. A peer
+ * that has marked itself as left is ignored. The thread blocks all signals and holds no locks. Sockets have a
+ * limit: a rank's forked children hold copies of its sockets, so a death is detected only when the children
+ * have ended as well.
  */
 #include <errno.h>
 #include <poll.h>
@@ -30,7 +30,7 @@ watch(void *argument)
 {
     fsdpc_shm *shm = argument;
     struct pollfd polls[FSDPC_SHM_MAX_RANKS + 1];
-    /* Of sockets only the end is watched: the rendezvous may still read messages from them. */
+    /* Only the end of a socket is watched, because the rendezvous may still read messages from the socket. */
     short events = shm->watch_sockets ? POLLRDHUP : POLLIN;
     for (int i = 0; i < shm->world; i++) {
         polls[i] =

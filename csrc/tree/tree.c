@@ -214,7 +214,7 @@ fsdpc_tree_forget_kept(fsdpc_tree *tree)
     }
 }
 
-/* Values gathered for an earlier pass may be stale: drops every reference to them. */
+/* Drops every reference to gathered values, because the values of an earlier pass may be stale. */
 static int
 drop_all(fsdpc_tree *tree)
 {
@@ -245,18 +245,18 @@ fsdpc_tree_detach(fsdpc_tree *tree)
 static const uint64_t pass_step = (uint64_t)1 << FSDPC_PASS_BITS,
                       last_step = ((uint64_t)1 << FSDPC_TAG_BITS) / 2;
 
-/* Ranks may run different numbers of forwards without gradients, and change their weights afterwards. A
- * forward with gradients has a number that no rank gives to one without, so that this forward does not
- * join values that another rank has gathered before such a change. Forwards with gradients and no backward
- * take the last numbers one by one. */
+/* Ranks may run different numbers of forwards without gradients, and change their weights afterwards. So a
+ * forward with gradients gets a number that no rank gives to a forward without gradients. Then the forward
+ * uses no values that another rank gathered before such a change of weights. After very many forwards with
+ * gradients and without a backward, few numbers are left: from then on each forward takes the next number. */
 static uint64_t
 next_pass(uint64_t pass, bool grad)
 {
     return grad && pass < last_step ? (pass / pass_step + 1) * pass_step : pass + 1;
 }
 
-/* The number for a rank that evaluates no more and does not train yet: above the numbers of passes without
- * gradients that other ranks may still run, below the number of the next pass with gradients. */
+/* Returns a pass number for a rank that has ended its evaluation and does not train yet. The number is above
+ * the numbers of evaluation passes that other ranks may still run, and below that of a training pass. */
 static uint64_t
 last_pass(uint64_t pass)
 {
@@ -372,7 +372,7 @@ fsdpc_tree_check_not_stepped(const fsdpc_tree *tree, const struct fsdpc_node *no
                        fsdpc_unit_name(node->unit));
 }
 
-/* Begins the unit's gather and the next ones before a wait for the values, so that the wire is never idle. */
+/* Begins the gathers of this unit and of the next units before any wait for values: the wire stays busy. */
 static int
 begin_both(fsdpc_tree *tree, int unit)
 {
@@ -416,7 +416,7 @@ fsdpc_tree_in_forward(const fsdpc_tree *tree)
     return false;
 }
 
-/* After the outermost forward the exchanges rest: there may be no backward to drop what was prefetched. */
+/* Notes the end of a forward. After the outermost forward, calls fsdpc_exchange_rest (see exchange.h). */
 static int
 forward_over(fsdpc_tree *tree, struct fsdpc_node *node)
 {
@@ -452,7 +452,7 @@ int
 fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
-    /* A forward inside a backward is a recomputation: its backward follows at once. */
+    /* A forward inside a backward is a recomputation: its backward follows at once, so the unit is held. */
     return leave(tree, node, grad && (!fsdpc_unit_reshards(node->unit) || tree->in_backward));
 }
 
@@ -483,7 +483,7 @@ fsdpc_tree_end_forward(fsdpc_tree *tree)
     }
     fsdpc_tree_forget_kept(tree);
     for (int i = 0; i < tree->exchange_count; i++) {
-        /* Prefetched units are released with their pass. */
+        /* Units that were prefetched and not used are released at the end of the pass. */
         FSDPC_TRY(fsdpc_exchange_drop(tree->exchanges[i]));
         FSDPC_TRY(fsdpc_exchange_leave(tree->exchanges[i]));
     }
@@ -592,8 +592,8 @@ fsdpc_tree_kind(const fsdpc_tree *tree)
 int
 fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param)
 {
-    /* The announcement counts as a pass without gradients: ranks that still evaluate find samples of this rank's
-     * weights. */
+    /* The announcement counts as a pass without gradients. So this rank publishes samples of its weights, and
+     * ranks that still evaluate can compare them. */
     begin_pass(tree, last_pass(tree->pass), false);
     for (int i = 0; i < tree->exchange_count; i++) {
         fsdpc_exchange *x = tree->exchanges[i];

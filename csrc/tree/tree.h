@@ -1,17 +1,17 @@
-/* A tree of units: when each is gathered, held, reduced and released.
+/* A tree of units, which decides when each unit is gathered, held, reduced and released.
  *
  * The tree implements the order of events of a training step, independent of any language above it.
  * References are counted: a unit may be entered any number of times before a backward,
  * backward may run twice, a forward may run inside a backward (activation checkpointing), and a
  * pass that failed is cleaned up when the next one begins.
  *
- *   forward_enter  gathers, notes the order, prefetches the next unit
- *   forward_leave  releases, or (unit kept after forward, or forward inside backward) holds
- *   backward_enter gathers and holds for backward, prefetches the unit before it in forward order
- *   backward_done  gradients complete: the hold is dropped, reduction becomes due
- *   next_due       which unit may be reduced now: any order on shared memory, one agreed order on
- *                  a wire
- *   end_backward   everything is summed; replicas are summed; the count of backwards grows
+ *   forward_enter  gathers the unit, notes the order of units, prefetches the next unit
+ *   forward_leave  releases the unit, or holds it if it is kept after forward, or inside a backward
+ *   backward_enter gathers and holds the unit for backward, prefetches the unit before it in forward order
+ *   backward_done  the unit's gradients are complete: its hold is dropped, its reduction becomes due
+ *   next_due       returns which unit may be reduced now: in any order on shared memory, in one agreed order
+ *                  on a wire
+ *   end_backward   sums all remaining gradients, sums replicas, increments the count of backwards
  */
 #ifndef FSDPC_TREE_H
 #define FSDPC_TREE_H
@@ -25,129 +25,136 @@ enum fsdpc_prefetch { FSDPC_PREFETCH_NONE = 0, FSDPC_PREFETCH_PRE = 1, FSDPC_PRE
 typedef struct fsdpc_tree_options {
     enum fsdpc_prefetch backward_prefetch;
     bool forward_prefetch;
-    int gather_slots; /* per nesting level, >= 1; 0 = the default 2, over a wire 3 */
-    int reduce_slots; /* per rank, >= 1; 0 = the default 2 */
+    int gather_slots; /* slots per nesting level, >= 1; 0: the default, 2, or 3 over a wire */
+    int reduce_slots; /* buffers for packed gradients per rank, >= 1; 0: the default, 2 */
     bool poison;
     bool trust_order; /* see fsdpc_exchange_plan */
 } fsdpc_tree_options;
 
-/* `units` in module order (borrowed, must outlive the tree), depths[i] >= 0 their nesting levels.
- * Collective over every communicator involved. */
+/* Makes a tree of `units`. They are in module order, are borrowed and must outlive the tree. depths[i] >= 0
+ * is the nesting level of units[i]. Collective over the communicators of all units. */
 int fsdpc_tree_new(fsdpc_unit *const *units, const int *depths, int count,
                    const fsdpc_tree_options *options, fsdpc_tree **out);
 void fsdpc_tree_free(fsdpc_tree *tree);
 
-/* Drops every reference, whatever is in progress; another tree may take the units afterwards. See
+/* Drops all references to units, whatever is in progress. Another tree may take the units afterwards. See
  * fsdpc_exchange_detach. Local. */
 int fsdpc_tree_detach(fsdpc_tree *tree);
-/* Outside of any forward and backward: begins a pass and drops references that a failed pass left. `grad`,
- * the same on all ranks: a backward may follow. */
+/* Begins a pass and drops references that a failed pass left. Call it outside of any forward and backward.
+ * `grad` says whether a backward may follow, and is the same on all ranks. */
 int fsdpc_tree_begin_forward(fsdpc_tree *tree, bool grad);
-/* Before begin_forward. compares: true if begin_forward will compare this rank's masters with those of the
- * pass before (fsdpc_exchange_compare). touch: the caller knows of a write to the masters since that pass. */
+/* Call both functions before begin_forward. fsdpc_tree_compares returns true if begin_forward will compare
+ * this rank's masters with the masters of the previous pass (fsdpc_exchange_compare). fsdpc_tree_touch
+ * notes that masters were written since that pass. */
 bool fsdpc_tree_compares(const fsdpc_tree *tree, bool grad);
 void fsdpc_tree_touch(fsdpc_tree *tree);
-/* Between passes: the ranks of a unit have met, however many forwards each has run. Later passes of the ranks have
- * equal numbers again, and join no values that were gathered before. A no-op where units have different ranks. */
+/* Call this between passes when the ranks of a unit have met in a collective. Later passes get equal numbers
+ * on all ranks again, and use no values that were gathered before the call. A no-op if units have different
+ * ranks. */
 void fsdpc_tree_meet(fsdpc_tree *tree);
-/* fsdpc_tree_meet where the ranks of all units have met, also if they have run no forward since
- * the last meeting: each call counts. FSDPC_E_STATE: too many meetings without a backward. */
+/* Call this when the ranks of all units have met in a collective. Later passes get new numbers, even if no
+ * forward has run since the last call. Fails with FSDPC_E_STATE after too many calls without a backward. */
 int fsdpc_tree_meet_all(fsdpc_tree *tree);
 int fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit);
-/* `grad`: the outputs may see a backward. */
+/* `grad` is true if a backward may reach the outputs. */
 int fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad);
-/* forward_leave of a unit whose values other forwards of the pass read: the unit is held until end_stay, its
- * backward, or the end of a pass without a backward. */
+/* Replaces forward_leave for a unit whose values other forwards of the pass read: the unit is held
+ * until end_stay, until its backward is done, or until a pass without a backward ends. */
 int fsdpc_tree_forward_stay(fsdpc_tree *tree, int unit);
 int fsdpc_tree_end_stay(fsdpc_tree *tree, int unit);
-/* The outermost forward has ended and no backward will follow. May wait for other ranks. */
+/* Call this when the outermost forward has ended and no backward will follow. May wait for other ranks. */
 int fsdpc_tree_end_forward(fsdpc_tree *tree);
-/* The forward failed inside this unit. */
+/* Call this when a forward has failed inside this unit. */
 int fsdpc_tree_forward_failed(fsdpc_tree *tree, int unit);
 /* Begins a backward. Further calls within that backward are no-ops. */
 int fsdpc_tree_begin_backward(fsdpc_tree *tree);
 int fsdpc_tree_backward_enter(fsdpc_tree *tree, int unit);
-/* A unit that this backward has entered, that is not done, and no part of whose graph can still run once the
- * backward has come to outputs of unit `next`; -1: none. Only units that all ranks must reduce in one order. */
+/* Call this when the backward reaches the outputs of unit `next`. The function returns a unit that the
+ * backward has entered and that is not done, although autograd has run all nodes of the unit; or -1.
+ * Only units that all ranks must reduce in one order are considered. */
 int fsdpc_tree_next_passed(const fsdpc_tree *tree, int next);
-/* Call it before a pass if no backward will come to graphs of earlier passes. Without
- * it next_passed is -1 for units whose forwards in several graphs interleave. */
+/* Call this before a pass if no backward will run through graphs of earlier passes. Without this call
+ * next_passed returns -1 for units whose forwards in several graphs interleave. */
 void fsdpc_tree_forget_calls(fsdpc_tree *tree);
-/* Gradients of the unit are complete for now; `sync` false: they stay local, nothing is due. */
+/* The unit's gradients are complete for now. If `sync` is false, they stay on this rank, unreduced. */
 int fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync);
-/* The unit stays gathered after this backward (retain_graph), until a backward ends without this call or
- * a pass begins. */
+/* Keeps the unit gathered after this backward (retain_graph). The unit stays gathered until a pass begins, or
+ * until the end of a later backward that does not call this function. */
 void fsdpc_tree_keep_hold(fsdpc_tree *tree, int unit);
-/* Holds that keep_hold kept become ordinary holds. */
+/* Turns the holds that keep_hold keeps into ordinary holds. */
 void fsdpc_tree_forget_kept(fsdpc_tree *tree);
-/* Drops the hold without gradients (frozen units): the unit is done. */
+/* Drops the hold of a unit that gets no gradients (for example a frozen one). */
 int fsdpc_tree_drop_hold(fsdpc_tree *tree, int unit);
-/* The next unit that must be reduced now, or -1. at_end: no further unit will become complete. */
+/* Returns the next unit that must be reduced now, or -1. `at_end`: no further unit will become complete. */
 int fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end);
-/* Reduces the unit that next_due named. */
+/* Reduces the unit that next_due has returned. */
 int fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
-/* With `hooked` the caller sums this unit's gradients over the ranks (fsdpc_unit_take_sums) when next_due
- * names the unit, on any exchange. set_reduced: the caller has summed them; was_reduced: true if the unit was
- * reduced in this backward (later gradients of the unit are kept until the end). */
+/* With `hooked`, not the exchange but the caller sums this unit's gradients over the ranks: when next_due
+ * returns the unit, call fsdpc_unit_take_sums, then set_reduced. was_reduced returns true if the unit was
+ * reduced in this backward; later gradients of the unit are then kept until the backward ends. */
 void fsdpc_tree_set_hooked(fsdpc_tree *tree, int unit, bool hooked);
 bool fsdpc_tree_was_reduced(const fsdpc_tree *tree, int unit);
 void fsdpc_tree_set_reduced(fsdpc_tree *tree, int unit);
-/* The next unit whose sum over all ranks is in its shard gradient before the backward has ended, or -1;
- * each is named once. Units with replicas or a communication hook are not named. was_taken: true if the
- * unit was named in the latest backward. With steps_inside, a unit that is needed again after its reduction
- * in the same backward is FSDPC_E_STATE. */
+/* During a backward, next_summed sets *unit to the next unit whose shard gradient already holds the sum of
+ * all ranks, or to -1. It returns each unit once, and no unit with replicas or a communication hook.
+ * was_taken returns true if next_summed returned the unit in the latest backward. With steps_inside, a unit
+ * that is needed again after its reduction in the same backward fails with FSDPC_E_STATE. */
 void fsdpc_tree_set_steps_inside(fsdpc_tree *tree, bool inside);
 int fsdpc_tree_next_summed(fsdpc_tree *tree, int *unit);
-/* With steps_inside, on a device with streams: the gradients of these units (one byte per unit), whose values are
- * not needed, take turns in the slots of grad_slots.h, one per reduce slot. A gradient whose unit's byte is
- * still set afterwards has a new address. Host sync. FSDPC_E_NOMEM, FSDPC_E_DEVMEM. */
+/* With steps_inside, on a device with streams: moves gradients into common slots (grad_slots.h), one per
+ * reduce slot. `units` has a byte per unit: set it to ask for the move. On return the byte is set if the
+ * gradient has moved. The values are lost. Host sync. Errors: FSDPC_E_NOMEM, FSDPC_E_DEVMEM. */
 int fsdpc_tree_share_grads(fsdpc_tree *tree, uint8_t *units);
-/* With steps_inside, before fsdpc_tree_reduce: after it next_summed may name units (fsdpc_exchange_make_room). */
+/* With steps_inside, call make_room, then next_summed, then fsdpc_tree_reduce. See
+ * fsdpc_exchange_make_room. */
 int fsdpc_tree_make_room(fsdpc_tree *tree, int unit);
 bool fsdpc_tree_was_taken(const fsdpc_tree *tree, int unit);
-/* With steps_inside, after end_backward: the next offloaded unit that was not taken, the last one in module
- * order first, or -1. Host sync for that unit alone; then it counts as taken. */
+/* With steps_inside, after end_backward: sets *unit to the next offloaded unit that was not taken, in reverse
+ * module order, or to -1. Host sync for that unit only, which counts as taken from then on. */
 int fsdpc_tree_next_late(fsdpc_tree *tree, int *unit);
 /* Keeps gradients on this rank (no_sync). */
 int fsdpc_tree_keep_local(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
-/* A backward has failed: drops its references, so that peers need not wait for this rank. Local. */
+/* Drops the references of a backward that has failed, so that peers need not wait for this rank. Local. */
 int fsdpc_tree_backward_broke(fsdpc_tree *tree);
-/* Also cleans up a failed backward: with `sync` the other ranks see that this rank sends no more. */
+/* Ends a backward, also a failed one. With `sync`, other ranks see that this rank sends no more gradients. */
 int fsdpc_tree_end_backward(fsdpc_tree *tree, bool sync);
 
-/* For units that run on some ranks only: with `defer` all reductions that match by order are made at the
- * end of backward, so that the order of collectives is the same on all ranks. */
+/* For units that run on some ranks only: with `defer`, all reductions that ranks match by order are made at
+ * the end of backward, so that the order of collectives is the same on all ranks. */
 void fsdpc_tree_defer_reduces(fsdpc_tree *tree, bool defer);
 
 bool fsdpc_tree_in_backward(const fsdpc_tree *tree);
 bool fsdpc_tree_is_held(const fsdpc_tree *tree, int unit);
-/* The nesting level that fsdpc_tree_new was given. */
+/* Returns the unit's nesting level, as given to fsdpc_tree_new. */
 int fsdpc_tree_depth(const fsdpc_tree *tree, int unit);
 /* True if forwards of the unit have begun and not ended. */
 bool fsdpc_tree_is_running(const fsdpc_tree *tree, int unit);
-/* fsdpc_exchange_any_order of the unit's exchange. */
+/* Returns fsdpc_exchange_any_order of the unit's exchange. */
 bool fsdpc_tree_any_order(const fsdpc_tree *tree, int unit);
 /* Adds an entry of the unit to the trace. */
 void fsdpc_tree_note(fsdpc_tree *tree, int unit, enum fsdpc_trace_op op, uint64_t bytes);
 fsdpc_trace *fsdpc_tree_trace(const fsdpc_tree *tree);
 
 typedef struct fsdpc_tree_clip_plan {
-    const uint8_t *const *masks; /* per unit: its parameters that have a gradient; NULL: none */
-    double p;                    /* order: > 0, or infinite */
-    double max_norm;             /* gradients are multiplied by min(1, max_norm / (norm + 1e-6)) */
-    bool scale;                  /* false: only the norm is taken */
-    const void *extra;           /* parts of a norm of other gradients, whole on every rank */
+    /* masks[u][i] is not 0 if parameter i of unit u has a gradient. masks[u] is NULL if none of the unit's
+     * parameters has one. */
+    const uint8_t *const *masks;
+    double p;        /* order of the norm: > 0, or infinite */
+    double max_norm; /* gradients are multiplied by min(1, max_norm / (norm + 1e-6)) */
+    bool scale;      /* false: gradients are not multiplied */
+    /* `extra_count` parts of the norm (device.h), for gradients that every rank has in full. */
+    const void *extra;
     int64_t extra_count;
-    double *out; /* on the device: the norm, the factor */
+    double *out; /* two doubles in device memory: receives the norm and the factor */
 } fsdpc_tree_clip_plan;
-/* On a device with streams, without a host sync: the norm of all gradients over all ranks; each
- * unit counts once, however many replicas it has. Collective, between steps. Allocates when called
- * first. FSDPC_E_UNAVAILABLE where gradients are in host memory: see fsdpc_unit_grad_norm. */
+/* Computes the norm of all gradients over all ranks, on a device with streams, without a host sync. Each unit
+ * counts once, however many replicas it has. Collective, between steps. The first call allocates memory.
+ * Fails with FSDPC_E_UNAVAILABLE if gradients are in host memory: see fsdpc_unit_grad_norm. */
 int fsdpc_tree_clip(fsdpc_tree *tree, const fsdpc_tree_clip_plan *plan);
 
 typedef struct fsdpc_tree_memory {
-    size_t gather_bytes;                          /* slots, once per host on shared memory */
-    size_t reduce_bytes;                          /* packed gradients, per rank */
+    size_t gather_bytes; /* of the gather slots, which all ranks of a host share on shared memory */
+    size_t reduce_bytes; /* of this rank's buffers for packed gradients */
     size_t master_bytes, grad_bytes, local_bytes; /* per rank */
     size_t coded_bytes;                           /* fsdpc_exchange_coded_bytes */
     size_t spare_bytes;
@@ -156,7 +163,7 @@ typedef struct fsdpc_tree_memory {
     int gather_slots, reduce_slots;
 } fsdpc_tree_memory;
 void fsdpc_tree_get_memory(const fsdpc_tree *tree, fsdpc_tree_memory *out);
-/* fsdpc_exchange_sent_bytes of all exchanges, plus bytes of swaps with replicas, since the tree was made. */
+/* Returns the bytes that this rank has sent since the tree was made: by all exchanges, and to replicas. */
 uint64_t fsdpc_tree_sent_bytes(const fsdpc_tree *tree);
 /* See fsdpc_exchange_announce. */
 int fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param);
@@ -164,7 +171,7 @@ int fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param);
 int fsdpc_tree_forget(fsdpc_tree *tree);
 /* See fsdpc_exchange_before_hook. */
 int fsdpc_tree_before_hook(fsdpc_tree *tree, int unit, const char *what);
-/* "shared", "wire", "stream"; "none" without units; "mixed" if the exchanges differ. */
+/* Returns "shared", "wire" or "stream"; "none" if there are no units; "mixed" if the exchanges differ. */
 const char *fsdpc_tree_kind(const fsdpc_tree *tree);
 
 #endif

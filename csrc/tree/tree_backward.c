@@ -1,5 +1,5 @@
-/* The order of events of a training step: backward. A unit is gathered again, done when it has its
- * gradients, and reduced when that is due; the end of a backward synchronises all ranks.
+/* The order of events of a training step: backward. A unit is gathered again, is done when its gradients are
+ * complete, and is reduced when its reduction is due. The end of a backward synchronises all ranks.
  */
 #include <string.h>
 
@@ -26,7 +26,7 @@ fsdpc_tree_begin_backward(fsdpc_tree *tree)
         tree->nodes[i].taken = false;
     }
     fsdpc_tree_set_phase(tree, FSDPC_PHASE_BACKWARD);
-    /* Published again: a second backward may follow the first one without a forward. */
+    /* Publish the tag again, because a second backward may follow the first one without a forward. */
     return fsdpc_tree_publish_tag(tree);
 }
 
@@ -55,7 +55,7 @@ open_node(fsdpc_tree *tree, int unit)
     }
 }
 
-/* Most units are done before another is entered, so the list is about as long as units are nested. */
+/* Searches the list of open units. Most units are done before another is entered, so the list is short. */
 static void
 close_node(fsdpc_tree *tree, int unit)
 {
@@ -75,7 +75,7 @@ fsdpc_tree_backward_enter(fsdpc_tree *tree, int unit)
     FSDPC_TRY(fsdpc_tree_check_not_stepped(tree, node));
     const bool early = tree->backward_prefetch == FSDPC_PREFETCH_PRE;
     if (!node->held) {
-        /* see begin_both in tree.c */
+        /* Begin both gathers before the wait, see begin_both in tree.c. */
         if (early && fsdpc_exchange_prefetches(fsdpc_unit_comm(node->unit))) {
             FSDPC_TRY(fsdpc_exchange_prefetch(node->exchange, node->unit));
             FSDPC_TRY(prefetch_before(tree, unit));
@@ -125,7 +125,7 @@ fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync)
 
 /* --- whose turn it is ------------------------------------------------------------------------ */
 
-/* True if the unit's reduction is a collective that the ranks match by order alone. */
+/* True if the unit's reduction is a collective that the ranks match only by the order of their calls. */
 static bool
 goes_in_turn(const struct fsdpc_node *node)
 {
@@ -139,8 +139,8 @@ awaits_turn(const struct fsdpc_node *node)
            !fsdpc_unit_withholds(node->unit) && goes_in_turn(node);
 }
 
-/* The order of reductions that go in turn, the same on all ranks: reverse forward order, then the units that
- * did not run. Deferred reductions go in module order. */
+/* Returns the next unit to reduce in the one order that all ranks keep, or -1. That order is the
+ * reverse forward order, followed by the units that did not run; for deferred reductions, module order. */
 static int
 next_in_turn(fsdpc_tree *tree, bool at_end)
 {
@@ -163,7 +163,7 @@ fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end)
 {
     for (int i = 0; tree->complete_count > 0 && i < tree->count; i++) {
         struct fsdpc_node *node = &tree->nodes[i];
-        /* A second reduction in one backward only accumulates locally: the order does not matter. */
+        /* A second reduction in one backward only accumulates on this rank, so its order does not matter. */
         if (node->complete && (node->reduced || !goes_in_turn(node))) {
             return i;
         }
@@ -171,10 +171,10 @@ fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end)
     return tree->takes_turns ? next_in_turn(tree, at_end) : -1;
 }
 
-/* autograd runs the nodes that one thread has made in reverse order. So when a backward comes to the outputs
- * of `next`, all of a unit's nodes have run if its first forward began after the last forward of `next` had
- * ended. A rank that leaves parameters unused waits for no gradient then, and the ranks stay in one order.
- * Of several such units the one that was entered first is first in turn. */
+/* autograd runs the nodes that one thread has made in the reverse order of their creation. If the first
+ * forward of a unit began after the last forward of `next` had ended, all nodes of the unit have run when a
+ * backward reaches the outputs of `next`. So parameters of the unit that have no gradient by then are unused,
+ * and the unit can be reduced in its turn. Of several such units, returns the one that was entered first. */
 int
 fsdpc_tree_next_passed(const fsdpc_tree *tree, int next)
 {
@@ -256,7 +256,7 @@ fsdpc_tree_next_summed(fsdpc_tree *tree, int *unit)
     return FSDPC_OK;
 }
 
-/* Only device memory shares slots: host memory is given up page by page, and pinned memory not at all. */
+/* True for gradients in device memory. Unpinned host memory needs no slots: its pages can be given back. */
 static bool
 may_share(const struct fsdpc_node *node)
 {
@@ -461,7 +461,7 @@ fsdpc_tree_end_backward(fsdpc_tree *tree, bool sync)
     }
     tree->in_backward = false;
     forget_order(tree);
-    bool inside = fsdpc_tree_in_forward(tree); /* after autograd.grad inside a forward */
+    bool inside = fsdpc_tree_in_forward(tree); /* true if autograd.grad ran inside a forward */
     fsdpc_tree_set_phase(tree, inside ? FSDPC_PHASE_FORWARD : FSDPC_PHASE_IDLE);
     return status;
 }

@@ -1,9 +1,9 @@
 /* The norm of all gradients, and clipping by it, without a host sync.
  *
- * All in the order of the caller's stream: each unit writes partial sums, end to end; one small launch adds
- * those of an exchange; its ranks all-gather their sums and add them in rank order. An all-reduce of NCCL
- * would do for squares, but its maximum may drop a NaN; and the rank order gives the same bits on all
- * ranks.
+ * All work is queued on the caller's stream. The units write partial sums to adjacent memory. One small
+ * launch adds the partial sums of an exchange; the ranks of the exchange all-gather their sums and add them
+ * in rank order. An all-reduce of NCCL would suffice for sums of squares, but its maximum may drop a NaN. The
+ * order of ranks also gives the same bits on all ranks.
  */
 #include "base/mem.h"
 #include "base/status.h"
@@ -12,7 +12,7 @@
 struct fsdpc_norm_room {
     fsdpc_device *device;
     size_t bytes;
-    char *parts, *ranks, *total; /* of one group's units; of its ranks; of all groups */
+    char *parts, *ranks, *total; /* sums of one group's units; one sum per rank; the total */
 };
 
 static int64_t
@@ -89,7 +89,7 @@ measure_units(const fsdpc_tree *tree, const fsdpc_tree_clip_plan *plan, const fs
     return FSDPC_OK;
 }
 
-/* Adds the group's sum to the total; `add` false: the group is the first. */
+/* Adds the group's sum to the total. With `add` false, the group is the first and sets the total. */
 static int
 measure_group(const fsdpc_tree *tree, const fsdpc_tree_clip_plan *plan, fsdpc_exchange *x, bool add)
 {

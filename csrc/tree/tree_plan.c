@@ -1,4 +1,4 @@
-/* Which slot each unit gets. See tree_plan.h.
+/* Computes which slot each unit gets. See tree_plan.h.
  *
  * Units of one nesting level that are released after forward take `per_level` slots in turn; a unit that
  * stays gathered, or whose values stay in place until backward, has a slot of its own. A slot is as large
@@ -30,7 +30,7 @@ use_slot(struct fsdpc_slot_plan *plan, int unit, int slot, size_t bytes)
     }
 }
 
-/* `shared[depth * per_level + k]` is the k-th slot of a level, -1 until used. */
+/* `shared[depth * per_level + k]` is the k-th slot of level `depth`, or -1 before its first use. */
 static void
 assign(const struct fsdpc_slot_need *needs, int count, int per_level, int *shared, int *next,
        struct fsdpc_slot_plan *plan)

@@ -14,7 +14,7 @@
 
 #define HUGE_BYTES ((size_t)1 << 21)
 
-/* NORESERVE: an unbound range may be read (zeros) without costing memory. */
+/* Reserves addresses. With MAP_NORESERVE a range that has no slot yet reads as zeros and costs no memory. */
 static void *
 reserve(size_t bytes)
 {
@@ -23,7 +23,7 @@ reserve(size_t bytes)
     return address == MAP_FAILED ? NULL : address;
 }
 
-/* Large ranges begin where huge pages do: more is reserved than needed and the ends are cut off. */
+/* Reserves addresses that begin at a huge page: reserves more than is needed, and cuts off the ends. */
 static void *
 reserve_aligned(size_t bytes)
 {
@@ -140,7 +140,7 @@ fsdpc_arena_free(fsdpc_arena *arena)
     fsdpc_mem_free(arena);
 }
 
-/* Maps the slot at an address of its own, by which the slot is written. */
+/* Maps the slot at an address of its own, through which the exchange writes the slot. */
 static int
 map_private_slot(fsdpc_arena *arena, fsdpc_arena_slot *slot)
 {
@@ -261,8 +261,8 @@ map_spare(fsdpc_range *range)
     return FSDPC_OK;
 }
 
-/* Shows the range's slot, privately and for reading only (see arena_write.c). In a
- * forked child the slots are the parent's, and each range has memory of its own. */
+/* Maps the range's slot behind the range, privately and read-only (see arena_write.c). In a forked child the
+ * slots belong to the parent, so the range gets private memory in place of its slot. */
 static int
 show(fsdpc_arena *arena, fsdpc_range *range)
 {
@@ -303,7 +303,7 @@ fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot)
     }
     fsdpc_arena_watch_writes();
     range->written = false;
-    /* An earlier arena may have left private memory mapped; the bind unmaps it. */
+    /* If an earlier arena left private memory behind the range, show() has replaced it. */
     range->spare = range->veiled = false;
     return FSDPC_OK;
 }

@@ -1,21 +1,22 @@
 /* Fixed addresses over shared slots.
  *
- * A range is an address for life: a unit's gathered parameters are always found there. Behind the
- * ranges stand a few slots (memory in a file that can be mapped many times); several ranges may
- * show the same slot, and the exchange makes sure that only one of them is in use at a time. When
- * two units in use need the same slot, private memory is mapped behind one range for a while (spare).
+ * A range is an address that never changes: a unit's gathered parameters are always found there. A few slots
+ * (memory in a file that can be mapped many times) are mapped behind the ranges. Several ranges may show the
+ * same slot, and the exchange makes sure that only one of these ranges is in use at a time. When two units in
+ * use need the same slot, private memory is mapped behind one range for a while (spare).
  *
  *   range of unit 1  [=====]--.            .--[=====]  range of unit 3
  *   range of unit 2  [===]----+- slot 0  <-'
  *                             '- slot 1 (of unit 2)
  *
- * On a device without host memory (arena_device.c) slots are pieces of its memory with addresses of
- * their own, too, for collectives to use and register.
+ * On a device without host memory (its memory is not the CPU's, see arena_device.c), slots are pieces of the
+ * device's memory. Each slot also
+ * has addresses of its own, which collectives use and register.
  *
- * With a shared segment the slots lie in it, and all ranks of the host see the same bytes; without
- * one they lie in a private memfd. The arena never frees a range's addresses, and moves a range only
- * on a device without host memory, where bind gives a range its addresses: tensors over the range
- * must be pointed there after each bind.
+ * With a shared segment the slots lie in the segment, and all ranks of the host see the same bytes. Without a
+ * segment the slots lie in a private memfd. The arena never frees a range's addresses. It moves a range only
+ * on a device without host memory, where bind gives a range its addresses: tensors over the range must be
+ * pointed to these addresses after each bind.
  */
 #ifndef FSDPC_ARENA_H
 #define FSDPC_ARENA_H
@@ -29,63 +30,65 @@
 
 typedef struct fsdpc_range {
     void *address; /* on a device without host memory NULL until an arena binds it */
-    size_t bytes;  /* whole pages, or grains of the device */
-    int slot;      /* -1: none bound yet (reads give zeros, writes are lost with the binding) */
-    bool spare;    /* private memory is mapped at the moment */
+    size_t bytes;  /* a multiple of the page size, or of the device's grain */
+    int slot;      /* -1: no slot is bound yet (reads give zeros; the first bind drops writes) */
+    bool spare;    /* private memory is mapped here now, in place of the slot */
     bool veiled;   /* private memory is mapped for debugging, see fsdpc_arena_veil */
-    bool live;     /* set by the exchange: the slot holds this range's values, or gets them */
-    bool written;  /* the program has written into this range: fsdpc_arena_take_back */
+    bool live;     /* set by the exchange: the slot holds or receives this range's values */
+    bool written;  /* the program has written into this range: see fsdpc_arena_take_back */
     struct fsdpc_range *next; /* in the list of all ranges in host memory */
     /* On a device without host memory: that device, and the piece that is shown here; else NULL. */
     fsdpc_device *device;
     fsdpc_piece *shown;
-    size_t reserved; /* bytes at `address`, as many as the largest piece shown there */
+    size_t reserved; /* bytes reserved at `address`: the size of the largest piece shown so far */
 } fsdpc_range;
 
 typedef struct fsdpc_arena fsdpc_arena;
 
 /* Reserves addresses; no memory is used. bytes 0 is rounded up to one page. */
 int fsdpc_range_init(fsdpc_range *range, size_t bytes);
-/* fsdpc_range_init on any device; in device memory an unbound range cannot be read. */
+/* Like fsdpc_range_init, on any device. In device memory a range cannot be read before it has a slot. */
 int fsdpc_range_init_on(fsdpc_device *device, fsdpc_range *range, size_t bytes);
 /* Gives the addresses back: no pointer into the range is valid any more. Safe on a zeroed range. */
 void fsdpc_range_fini(fsdpc_range *range);
 
-/* `shm` (borrowed, may be NULL) is where slots are made. */
+/* Makes an arena whose slots lie in `shm` (borrowed), or in a private file if `shm` is NULL. */
 int fsdpc_arena_new(fsdpc_shm *shm, fsdpc_arena **out);
-/* An arena with slots in the device's memory, for ranges of the same device. A device with host memory gives
- * the arena of fsdpc_arena_new(NULL). */
+/* Makes an arena with slots in the device's memory, for ranges of the same device. On a device with host
+ * memory the call is the same as fsdpc_arena_new(NULL). */
 int fsdpc_arena_new_on(fsdpc_device *device, fsdpc_arena **out);
 /* Frees the arena. Its slots stay mapped behind ranges that still show them. NULL is allowed. */
 void fsdpc_arena_free(fsdpc_arena *arena);
-/* Makes a slot; its number goes to *slot. With a segment: all ranks must make the same calls. */
+/* Makes a slot and sets *slot to its number. With a segment, all ranks must make the same calls. */
 int fsdpc_arena_add_slot(fsdpc_arena *arena, size_t bytes, int *slot);
-/* With a segment: gives the memory of all slots back to the kernel; nobody may use the slots any more. */
+/* With a segment, gives the memory of all slots back to the kernel; nobody may use the slots afterwards. */
 void fsdpc_arena_discard(fsdpc_arena *arena);
 int fsdpc_arena_slot_count(const fsdpc_arena *arena);
-/* A slot's own address, the same for the arena's life. */
+/* Returns a slot's own address, which does not change during the arena's life. */
 void *fsdpc_arena_slot_address(const fsdpc_arena *arena, int slot);
 size_t fsdpc_arena_slot_bytes(const fsdpc_arena *arena, int slot);
-/* Bytes of all slots. */
+/* Returns the bytes of all slots. */
 size_t fsdpc_arena_bytes(const fsdpc_arena *arena);
-/* Bytes of private memory that is mapped now behind ranges, and how often such memory was mapped. */
+/* Return the bytes of private memory now mapped behind ranges, and how often such memory was mapped. */
 size_t fsdpc_arena_spare_bytes(const fsdpc_arena *arena);
 uint64_t fsdpc_arena_spare_count(const fsdpc_arena *arena);
 
-/* Shows `slot` behind the range (slot bytes >= range bytes), in place of whatever an arena showed
- * there before. Not while this arena's spare memory is there. */
+/* Shows `slot` behind the range (slot bytes >= range bytes), in place of what an arena showed
+ * there before. Must not be called while spare memory of this arena is mapped behind the range. */
 int fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot);
-/* Puts private memory behind the range, zeroed (on a device: in the order of the current stream);
- * restore goes back to the bound slot. */
+/* fsdpc_arena_spare maps private zeroed memory behind the range (on a device, zeroed in the order of the
+ * current stream). fsdpc_arena_restore maps the bound slot again. */
 int fsdpc_arena_spare(fsdpc_arena *arena, fsdpc_range *range);
 int fsdpc_arena_restore(fsdpc_arena *arena, fsdpc_range *range);
 
-/* Where an exchange writes the values that a range shows: in host memory the range itself is read-only. */
+/* Returns the address at which an exchange must write a range's values. In host memory a range that shows
+ * its slot is read-only, so the address is the slot's own. */
 void *fsdpc_arena_writable(const fsdpc_arena *arena, const fsdpc_range *range);
-/* Drops what the program has written into a range in host memory: the range shows its slot again. *changed:
- * the values had been changed, and not put back. Call it while the slot holds the range's values. */
+/* Drops what the program has written into a range in host memory: the range shows its slot again. Sets
+ * *changed to whether the written values differed from the slot's. The slot must hold the range's values. */
 int fsdpc_arena_take_back(fsdpc_arena *arena, fsdpc_range *range, bool *changed);
-/* Lets the program write into ranges again if it has set its own handler of SIGSEGV meanwhile. */
+/* Installs our handler of SIGSEGV again if the program has replaced it. Without our handler a write into a
+ * range would end the program. */
 void fsdpc_arena_watch_writes(void);
 
 /* For debugging, in host memory only: maps private memory behind a range that is not in use, so that no

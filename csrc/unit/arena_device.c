@@ -1,10 +1,10 @@
 /* Ranges and slots in the memory of a device that the CPU does not see. See arena.h.
  *
- * A range is reserved addresses, a slot a piece of memory that is shown behind them, and behind
- * addresses of the slot's own, which collectives use: those never change, so that they are
- * registered once. What an arena showed stays in memory until the range shows something else.
- * A piece is shown as a whole: a range has as many addresses as its slot has bytes. Binding gives the
- * range these addresses, and moves the range only if the slot is larger than all that the range has shown.
+ * A range consists of reserved addresses. A slot is a piece of memory that is mapped behind the ranges, and
+ * also at addresses of its own. The slot's own addresses never change, so collectives register them once. A
+ * piece stays in memory while a range shows it, even after the arena is freed. A piece is mapped as a whole:
+ * a range needs as many addresses as its slot has bytes. Binding gives the range these addresses. The range
+ * moves only if the slot is larger than every piece that the range has shown so far.
  */
 #include "unit/arena_impl.h"
 
@@ -23,7 +23,7 @@ fsdpc_arena_device_range_init(fsdpc_device *device, fsdpc_range *range, size_t b
     return FSDPC_OK;
 }
 
-/* If hide fails, because work is still in flight, the addresses stay reserved. */
+/* If the piece cannot be hidden, because work on it is still running, the addresses stay reserved. */
 void
 fsdpc_arena_device_range_fini(fsdpc_range *range)
 {
@@ -106,7 +106,7 @@ fsdpc_arena_device_spare(fsdpc_range *range)
     }
     FSDPC_TRY(fsdpc_device_piece_new(range->device, range->bytes, &piece));
     int status = replace(range, piece, range->bytes);
-    fsdpc_device_piece_free(range->device, piece); /* the range holds it now */
+    fsdpc_device_piece_free(range->device, piece); /* the mapping keeps the piece's memory alive */
     if (status == FSDPC_OK) {
         status = fsdpc_device_zero(range->device, range->address, range->bytes);
     }

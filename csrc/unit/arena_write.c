@@ -1,12 +1,12 @@
 /* Writes of the program into gathered values.
  *
- * A slot is one memory for all ranks of a host, but gathered values are a rank's own. So ranges in host memory
- * show their slot for reading only. The first write (weight.data.mul_()) faults, and from then on the range is a
- * private copy, page by page, until take_back at its release. Without writes this costs nothing. The version
- * counters of torch do not see these writes.
+ * All ranks of a host see one slot, but a rank's writes to gathered values must not reach other ranks. So
+ * ranges in host memory show their slot for reading only. The first write (weight.data.mul_()) faults. From
+ * then on, each written page is a private copy, until take_back at the unit's release. A range that is not
+ * written costs nothing. The version counters of torch do not count these writes.
  *
- * The handler of SIGSEGV passes on all other faults. Handlers that are installed later must not come before
- * ours (faulthandler prints and ends the program): each pass checks the handler once, by one system call.
+ * The handler of SIGSEGV passes on all other faults. A handler that is installed later must not run before
+ * ours (faulthandler ends the program), so each pass checks with one system call that ours is installed.
  */
 #include <pthread.h>
 #include <signal.h>
@@ -25,7 +25,7 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 /* --- the fault -------------------------------------------------------------------------------- */
 
-/* In a signal handler: the instruction that faulted is the program's, which holds none of our locks. */
+/* Called in a signal handler. The fault is in the program's code, so this thread holds none of our locks. */
 static bool
 open_for_writing(const void *address)
 {
@@ -42,14 +42,14 @@ open_for_writing(const void *address)
     return opened;
 }
 
-/* An earlier handler may end by raising the signal again. */
+/* Calls the handler that was installed before ours. That handler may end by raising the signal again. */
 static void
 pass_on(int number, siginfo_t *info, void *context)
 {
     bool again = atomic_exchange(&passing_on, true);
     if (again || (!(before.sa_flags & SA_SIGINFO) &&
                   (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN))) {
-        (void)signal(number, SIG_DFL); /* a fault comes again */
+        (void)signal(number, SIG_DFL); /* on return the access faults again */
         if (info->si_code <= 0) {
             (void)raise(number);
         }
@@ -71,7 +71,7 @@ on_fault(int number, siginfo_t *info, void *context)
     }
 }
 
-/* Locked, because ranks may be threads of one process. */
+/* The lock is needed because ranks may be threads of one process. */
 void
 fsdpc_arena_watch_writes(void)
 {

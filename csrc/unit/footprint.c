@@ -31,7 +31,7 @@ sees_other_grads(const fsdpc_layout *layout)
 enum form {
     ACCUMULATED, /* the piece in the accumulate dtype */
     SENT,        /* the piece as a rank sends it: in the reduce dtype, or coded */
-    CODED,       /* its codes; 0 bytes without a reduce codec */
+    CODED,       /* the piece's codes; 0 bytes without a reduce codec */
     LOST,        /* the error that coding leaves, in float32; 0 bytes without error feedback */
 };
 
@@ -48,7 +48,7 @@ piece_bytes(const fsdpc_segment *seg, enum form form)
            fsdpc_dtype_bytes(form == SENT ? seg->reduce : seg->accumulate);
 }
 
-/* Bytes of the trainable segments, placed one after the other with `copies` pieces each; offsets as in footprint.h. */
+/* Returns the bytes of `copies` pieces of each trainable segment; sets `offsets` as in footprint.h. */
 static size_t
 place_segments(const fsdpc_layout *layout, int copies, enum form form, size_t *offsets)
 {
@@ -159,7 +159,7 @@ fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *op
 {
     const bool reads_master = layout->world == 1 && needs_no_cast(layout) && !options->offload;
     const bool direct = options->foreign || reads_master;
-    /* One rank does not cast its gradients to the reduce dtype. */
+    /* A group of one rank does not cast its gradients to the reduce dtype. */
     const size_t packed = layout->world > 1 ? layout->reduce_bytes : layout->grad_bytes;
     const size_t full = layout->full_bytes ? layout->full_bytes : 1;
     const size_t seen = sees_other_grads(layout) ? layout->shard_bytes : 0;

@@ -1,7 +1,7 @@
 /* Sums of a unit's gradients, and the operations on them after a backward: norm, scale, set.
  *
- * [Note: divided once] Gradients are divided by `divide` behind their last sum, which is the sum over the shard
- * group, or over replicas if there are any: no partial sum is rounded after a division.
+ * [Note: divided once] Gradients are divided by `divide` after their last sum, so that no partial sum is
+ * rounded after a division. The last sum is over replicas if there are any, otherwise over the shard group.
  */
 #include <stdio.h>
 #include <string.h>
@@ -90,9 +90,9 @@ fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count)
 
 /* --- pieces that have landed --------------------------------------------------------------------- */
 
-enum { CHUNK = 1 << 14 }; /* elements; whole blocks of every codec */
+enum { CHUNK = 1 << 14 }; /* elements; a multiple of each codec's block */
 
-/* How many elements are summed at once from `begin` on: whole rows, or a part of one row. */
+/* Returns how many elements are summed at once from `begin` on: whole rows, or a part of one row. */
 static int64_t
 next_chunk(const fsdpc_segment *seg, int64_t begin)
 {
@@ -121,7 +121,7 @@ fsdpc_grad_room_bytes(const fsdpc_layout *layout, int count)
     return (size_t)count * CHUNK * item;
 }
 
-/* Sums all senders' pieces; only sender `own`'s is not coded. `room` holds a decoded chunk of each piece. */
+/* Sums all senders' pieces, which are coded except for that of sender `own`. `room` holds decoded chunks. */
 static int
 sum_coded(fsdpc_unit *unit, const fsdpc_segment *seg, const void *const *pieces, int own, int count,
           void *room, const void **sources)
@@ -222,7 +222,7 @@ fsdpc_grad_sum_apart(fsdpc_unit *unit, char *buffer, char *landing, fsdpc_landed
     return FSDPC_OK;
 }
 
-/* Sums one segment's piece in all `buffers`, through `total`, which holds `most` elements. */
+/* Sums one segment's piece in all `buffers`. The sums pass through `total`, which holds `most` elements. */
 static int
 sum_piece(const fsdpc_unit *unit, const fsdpc_segment *seg, size_t at, const char *const *buffers,
           int count, char *into, void *total, int64_t most)
@@ -306,7 +306,7 @@ fsdpc_unit_grad_norm(fsdpc_unit *unit, const uint8_t *mask, double p, fsdpc_norm
         }
         out->sum += one.sum;
         out->nonfinite |= one.nonfinite;
-        /* Written so that a NaN on either side stays. */
+        /* This expression keeps a NaN in either of the two values. */
         out->max = one.max > out->max || one.max != one.max ? one.max : out->max;
     }
     return FSDPC_OK;

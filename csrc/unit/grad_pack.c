@@ -4,8 +4,8 @@
  * contributes zeros and an unset bit, so that the sizes of collectives do not depend on the data, and a
  * parameter that no rank used has no gradient afterwards.
  *
- * The layout is kept in pack plans: to the reduce buffer, to `local` (no_sync), to the shard gradient (one
- * rank), and from reduced pieces to the shard gradient. `local` is the base to which a plan adds.
+ * Pack plans keep this layout: one for the reduce buffer, one for `local` (no_sync), some for the shard
+ * gradient (one rank), one for summing reduced pieces. A plan adds to `local` or to the shard gradient.
  */
 #include <string.h>
 
@@ -14,11 +14,11 @@
 #include "unit/unit_impl.h"
 
 struct fsdpc_grad_plans {
-    fsdpc_pack_plan *send;   /* trainable parameters into a reduce buffer, on top of `local` */
-    fsdpc_pack_plan *keep;   /* into `local`; made when it is first needed */
-    fsdpc_pack_plan *direct; /* one rank: into the shard gradient */
-    fsdpc_pack_plan *wide;   /* one rank, offloaded: into a buffer like the shard gradient */
-    fsdpc_pack_plan *sum; /* trainable segments into the shard gradient, where there are several */
+    fsdpc_pack_plan *send;   /* writes the sum of new gradients and `local` to a reduce buffer */
+    fsdpc_pack_plan *keep;   /* adds new gradients to `local`; made when first needed */
+    fsdpc_pack_plan *direct; /* one rank: adds gradients to the shard gradient */
+    fsdpc_pack_plan *wide;   /* one rank, offloaded: writes to a buffer like the shard gradient */
+    fsdpc_pack_plan *sum;    /* several trainable segments: adds pieces to the shard gradient */
     fsdpc_pack_source *sources;
     int *order;   /* the trainable parameters in the order of their places, segment by segment */
     int segments; /* number of trainable segments */
@@ -32,7 +32,7 @@ segment_of(const fsdpc_unit *unit, int param)
 
 /* --- local ------------------------------------------------------------------------------------ */
 
-/* Where the gradient of parameter i starts in `local`. */
+/* Returns where the gradient of `param` starts in `local`. */
 static char *
 local_at(const fsdpc_unit *unit, int param)
 {
@@ -100,8 +100,8 @@ plan_params(fsdpc_unit *unit, enum plan_kind kind, size_t bytes, fsdpc_pack_plan
     for (; count < unit->layout->trainable_count; count++) {
         locate(unit, unit->plans->order[count], kind, &targets[count], &bases[count]);
     }
-    /* Reduce buffers and slots of gradients serve many units: the bytes between parameters must be set
-     * to zero. */
+    /* Many units use the same reduce buffers and slots of gradients, so a plan must set the bytes between
+     * parameters to zero. */
     FSDPC_GOTO(
         fsdpc_device_pack_plan(unit->device, targets, bases, count, bytes, kind == KEEP, out),
         done);
@@ -244,7 +244,7 @@ fsdpc_grad_keep_local(fsdpc_unit *unit, const fsdpc_tensor *grads)
     for (int k = 0; grads && k < unit->layout->trainable_count; k++) {
         const int i = plans->order[k];
         plans->sources[k] = source_of(&grads[i]);
-        /* Without a new gradient `local` is unchanged. */
+        /* If there is no new gradient, adding zeros leaves `local` unchanged. */
         plans->sources[k].add = unit->grads.local_used[i] || !grads[i].data;
         any = any || grads[i].data;
     }
@@ -300,8 +300,8 @@ fsdpc_grad_widen(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint
 
 /* --- one rank ---------------------------------------------------------------------------------- */
 
-/* Lists the gradients in `local`, and new gradients of the other parameters. True: parameters
- * that have both a local and a new gradient need a second pass for the new one. */
+/* Lists the gradients in `local`, and the new gradients of the other parameters. Returns true if some
+ * parameter has both a local and a new gradient, so that the caller must add the new one separately. */
 static bool
 list_first(fsdpc_unit *unit, const fsdpc_tensor *grads, bool add, uint8_t *bits)
 {
@@ -339,8 +339,8 @@ fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits)
     if (!plans->direct) {
         return FSDPC_OK;
     }
-    /* A GPU adds new gradients to `local` first, as fsdpc_grad_widen does, so that offloaded units get the
-     * same bits; the CPU adds in the order of arrival, as an unsharded model does. */
+    /* A GPU adds new gradients to `local` first, as fsdpc_grad_widen does for offloaded units, so that sums
+     * do not depend on offload. The CPU adds in the order of arrival, as an unsharded model does. */
     if (unit->grads.local_any && grads && fsdpc_device_get_caps(unit->device)->asynchronous) {
         FSDPC_TRY(fsdpc_grad_keep_local(unit, grads));
         grads = NULL;
@@ -361,7 +361,7 @@ fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits)
 
 /* --- reduced pieces ---------------------------------------------------------------------------- */
 
-/* Sums this rank's pieces in `buffer` into `target`. Their dtype is accumulate (`wide`) or reduce. */
+/* Sums this rank's pieces in `buffer` into `target`. With `wide` the pieces have the accumulate dtype. */
 static int
 add_pieces(fsdpc_unit *unit, char *target, const char *buffer, bool wide, double scale, bool add)
 {

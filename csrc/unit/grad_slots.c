@@ -1,13 +1,13 @@
 /* Slots for shard gradients, see grad_slots.h.
  *
- * A unit takes the slot that it had last, if that slot is free, and any other free slot otherwise: then its
- * gradient has another address. If units always run in one order, no unit moves after the first backward.
- * If all slots are held (units that step at the end of backward, gradients that the program keeps), one more
- * slot is added, and stays.
+ * A unit takes the slot that it had last, if that slot is free. Otherwise it takes another free slot, and its
+ * gradient moves. If units always run in one order, no unit moves after the first backward. If all slots are
+ * held, because units step only at the end of backward or the program keeps gradients, one more slot is added
+ * for good.
  *
- * The streams that use a slot are ordered by what orders the unit's step: the sum is behind the pack of the
- * gradients, which is queued on the holder's stream. So a new holder needs a wait of its own only if the last
- * holder was stepped on another stream.
+ * The sum into a slot runs after the pack of the gradients, which is queued on the new holder's stream. If
+ * the last holder left the slot on that stream, its step was queued there before the pack. Only if the last
+ * holder left the slot on another stream, the new holder's stream must wait for the event `left` of the slot.
  */
 #include "unit/grad_slots.h"
 
@@ -21,10 +21,10 @@ struct slot {
     void *memory;
     size_t bytes;
     const fsdpc_unit *holder; /* NULL: free */
-    fsdpc_event *left;        /* behind the work of the last holder */
+    fsdpc_event *left;        /* recorded after the work of the last holder */
     fsdpc_stream *stream;     /* on which `left` was recorded */
-    uint64_t capture;         /* in which `left` was recorded, 0: none */
-    bool used;                /* `left` was recorded */
+    uint64_t capture;         /* the capture in which `left` was recorded; 0: in none */
+    bool used;                /* true once `left` was recorded */
 };
 
 struct fsdpc_grad_slots {
@@ -34,7 +34,7 @@ struct fsdpc_grad_slots {
     size_t bytes;
 };
 
-/* Puts the unit's gradients into slot `at`: the sum, and behind it a separate one that the optimizer sees. */
+/* Lets `grad` point at slot `at`, and `grad_out`, if the unit has one, at the memory behind the sums. */
 static void
 point_at(fsdpc_unit *unit, int at)
 {
@@ -172,7 +172,7 @@ is_free_for(const struct slot *slot, const fsdpc_unit *unit)
     return !slot->holder && slot->bytes >= unit->footprint.grads_bytes;
 }
 
-/* *at: a slot that the unit may take. */
+/* Sets *at to a slot that the unit may take; adds a slot if none is free. */
 static int
 find(fsdpc_grad_slots *slots, const fsdpc_unit *unit, int *at)
 {

@@ -1,5 +1,5 @@
-/* A few slots of memory for the shard gradients of units that are stepped in backward: the units use the slots in
- * turn, so that not every unit needs memory of its own.
+/* A few slots of memory for the shard gradients of units that are stepped in backward. The units use the
+ * slots in turn, so that not every unit needs its own memory.
  *
  * A unit holds a slot from fsdpc_unit_take_slot, before its gradient is written, until
  * fsdpc_unit_leave_slot, when the work that reads the gradient is queued. What the next
@@ -12,22 +12,22 @@
 
 typedef struct fsdpc_grad_slots fsdpc_grad_slots;
 
-/* Local. The gradients of these units, whose values are not needed, move into common slots, if those take less
- * than what the units have (fsdpc_footprint_grad_slots). The units keep the slots alive; *out is the
- * caller's own reference to the slots, or NULL if nothing has changed. Units with replicas, offloaded units
- * and units without gradients must not be listed. FSDPC_E_NOMEM, FSDPC_E_DEVMEM: nothing has changed. */
+/* Local. Moves these units' gradients into common slots if the slots take less memory than the gradients do
+ * (fsdpc_footprint_grad_slots); the values are lost. The units keep the slots alive; *out is the caller's own
+ * reference, or NULL if nothing has changed. Units with replicas, offloaded units and units without gradients
+ * must not be listed. After FSDPC_E_NOMEM or FSDPC_E_DEVMEM nothing has changed. */
 int fsdpc_grad_slots_share(fsdpc_unit *const *units, int count, int reduce_slots,
                            fsdpc_grad_slots **out);
-/* Drops a reference; NULL is allowed. The last one frees the slots. */
+/* Drops a reference. Dropping the last reference frees the slots. NULL is allowed. */
 void fsdpc_grad_slots_drop(fsdpc_grad_slots *slots);
 size_t fsdpc_grad_slots_bytes(const fsdpc_grad_slots *slots);
 
 /* --- for the files of a unit ------------------------------------------------------------------- */
 
 bool fsdpc_unit_holds_slot(const fsdpc_unit *unit);
-/* For a unit that is being freed: it holds none of `slots` any more. NULL is allowed. */
+/* Marks as free the slots that the unit holds, because the unit is being freed. `slots` may be NULL. */
 void fsdpc_grad_slots_forget(fsdpc_grad_slots *slots, const fsdpc_unit *unit);
-/* The unit gives its slot back. A no-op for a unit that holds none. */
+/* Gives the unit's slot back. A no-op if the unit holds no slot. */
 int fsdpc_unit_leave_slot(fsdpc_unit *unit);
 /* Frees the shard gradient, or the unit's reference to the slots. The unit has no gradient afterwards. */
 void fsdpc_unit_free_grads(fsdpc_unit *unit);

@@ -17,9 +17,9 @@
 static const int64_t MAX_UNIT_NUMEL = INT64_C(1) << 52;
 static const size_t MIN_ALIGN = 16, MAX_ALIGN = 1 << 21;
 
-/* The smallest step in elements that is a multiple of align_bytes in the narrowest dtype of such values,
- * and so in every dtype. Independent of the compute and reduce dtypes: a unit has the same cuts in every
- * precision, so that saved flat parameters fit all of them. */
+/* Returns how many elements fill align_bytes in the narrowest dtype that the segment may have. A multiple of
+ * this step is aligned in every dtype. The step does not depend on the compute and reduce dtypes: a unit has
+ * the same cuts in every precision, so that saved flat parameters can be loaded in every precision. */
 static int64_t
 align_items(const fsdpc_segment *segment, size_t align_bytes)
 {
@@ -137,7 +137,7 @@ segment_for(fsdpc_layout *layout, const fsdpc_param_spec *spec)
     return layout->segment_count++;
 }
 
-/* Elements of a parameter in the full buffer; padding by rows may be many times its size. */
+/* Sets *out to the number of elements that a parameter takes in the full buffer, with its padding by rows. */
 static int
 padded_numel(const fsdpc_param_spec *spec, int world, int64_t *out)
 {
@@ -200,7 +200,7 @@ sort_params(fsdpc_layout *layout)
     }
 }
 
-/* Bytes of so many elements, rounded up, so that the next segment starts aligned. */
+/* Returns the bytes of `numel` elements, rounded up so that the next segment begins at an aligned offset. */
 static size_t
 bytes_of(const fsdpc_layout *layout, size_t numel, fsdpc_dtype dtype)
 {
@@ -234,8 +234,8 @@ cut_segment(fsdpc_layout *layout, fsdpc_segment *segment)
     layout->coded_bytes += segment->coded_bytes * (size_t)layout->world;
 }
 
-/* The part of the layout that depends on which segments are trainable: gradient buffers, and the indices of
- * trainable parameters. */
+/* Sets the part of the layout that depends on which segments are trainable: the gradient buffers, and the
+ * indices of trainable parameters. */
 static void
 lay_gradients(fsdpc_layout *layout)
 {
@@ -270,7 +270,7 @@ count_padding(const fsdpc_layout *layout)
     return padding;
 }
 
-/* An empty layout with room for everything; NULL when out of memory. */
+/* Returns an empty layout with room for all parameters and segments, or NULL when out of memory. */
 static fsdpc_layout *
 allocate(int param_count, int world, size_t align_bytes)
 {

@@ -1,25 +1,26 @@
-/* Where each parameter of a unit lives: pure arithmetic, no memory is touched.
+/* Computes where each parameter of a unit lies: pure arithmetic, no memory is touched.
  *
  * A unit's buffers consist of segments. A segment is cut into `world` equal pieces; piece r belongs to
  * rank r. There are two kinds of segments, and a unit may have both:
  *
- * Flat: all parameters without rows (row_numel 0) that have equal (storage, compute, reduce dtype, trainable).
- * They lie end to end in the order given, each starting at an `align_bytes` boundary of every dtype that a
- * parameter may have. Pieces are multiples of `align_bytes` in every dtype. A cut may go through a parameter.
+ * Flat: all parameters without rows (row_numel 0) that have equal (storage, compute, reduce dtype,
+ * trainable). They lie end to end in the order given, each starting at an `align_bytes` boundary of every
+ * dtype that a parameter may have. Pieces are multiples of `align_bytes` in every dtype. A cut may go through
+ * a parameter.
  *
  *   full (gathered) buffer, compute dtype      rank 1's shard, storage dtype
  *   | seg 0: p0 p1 | p1 p2 . | seg 1: p3 . |   | seg 0 piece 1 | seg 1 piece 1 |
  *   |<- piece 0 -> |<piece 1>|
  *
- * By rows: one parameter (row_numel > 0). A piece has ceil(rows / world) rows, so that rank r owns the rows of
- * torch.chunk(parameter, world, 0)[r]: the last ranks may own fewer rows, or none. The parameter is contiguous
- * in the full buffer, and padding follows its last row. A piece may have any size, so in the full and reduce
- * buffers the pieces of ranks > 0 are aligned to one element only; each segment starts at a multiple of
- * `align_bytes` in every buffer, and so does a rank's part in its shard and shard gradient.
+ * By rows: one parameter (row_numel > 0). A piece has ceil(rows / world) rows, so that rank r owns the rows
+ * of torch.chunk(parameter, world, 0)[r]: the last ranks may own fewer rows, or none. The parameter is
+ * contiguous in the full buffer, and padding follows its last row. A piece may have any size, so in the full
+ * and reduce buffers the pieces of ranks > 0 are aligned to one element only; each segment starts at a
+ * multiple of `align_bytes` in every buffer, and so does a rank's part in its shard and shard gradient.
  *
  *   5 rows, 4 ranks: | row 0, row 1 | row 2, row 3 | row 4, padding | padding |
  *
- * Cuts depend on sizes, `world` and `align_bytes` alone, not on the compute and reduce dtypes. A frozen
+ * Cuts depend only on sizes, `world` and `align_bytes`, not on the compute and reduce dtypes. A frozen
  * segment may become trainable later; only the layout of the gradient buffers changes then. Offsets in
  * elements hold for every dtype; each buffer has its own byte offset per segment.
  */
@@ -35,13 +36,14 @@
 
 typedef struct fsdpc_param_spec {
     const char *name; /* copied */
-    int64_t numel;    /* >= 0; for FSDPC_BYTES the number of bytes */
+    int64_t numel;    /* number of elements, >= 0; with FSDPC_BYTES an element is a byte */
     fsdpc_dtype storage, compute, reduce;
     bool trainable;    /* false: no room in gradient buffers. Must be false for FSDPC_BYTES. */
-    int64_t row_numel; /* elements of one row, which divide numel; 0: cut anywhere */
-    fsdpc_codec codec; /* how gathered values travel; only floats by rows */
-    fsdpc_codec reduce_codec; /* how gradients travel among ranks that send; only floats by rows */
-    bool feedback;            /* what reduce_codec loses of a gradient is added to the next one */
+    int64_t row_numel; /* elements of one row, a divisor of numel; 0: may be cut anywhere */
+    /* How gathered values and gradients are coded between ranks. Only for floats that are cut by rows. */
+    fsdpc_codec codec;
+    fsdpc_codec reduce_codec;
+    bool feedback; /* the error that reduce_codec makes is added to the next gradient */
 } fsdpc_param_spec;
 
 typedef struct fsdpc_param_place {
@@ -58,12 +60,12 @@ typedef struct fsdpc_segment {
     bool trainable;           /* has room in gradient buffers */
     int64_t numel;            /* elements up to the end of the last parameter */
     int64_t row_numel;        /* > 0: by rows; 0: flat */
-    fsdpc_codec codec;        /* by rows: how pieces travel, whatever gathers them */
-    size_t coded_bytes;       /* of a piece; 0: pieces travel in the compute dtype */
+    fsdpc_codec codec;        /* by rows: how gathered values are coded in every exchange */
+    size_t coded_bytes;       /* bytes of a coded piece; 0: pieces travel in the compute dtype */
     fsdpc_codec reduce_codec; /* by rows: how pieces of gradients travel between ranks that send */
-    size_t reduce_coded_bytes; /* of a piece; 0: pieces travel in the reduce dtype */
-    bool feedback;             /* what coding loses of gradients is kept by the sender */
-    int64_t piece_numel;       /* per rank; world * piece_numel >= numel */
+    size_t reduce_coded_bytes; /* bytes of a coded piece; 0: pieces travel in the reduce dtype */
+    bool feedback;             /* the sender keeps the error of coding its gradients */
+    int64_t piece_numel;       /* elements of one rank's piece; world * piece_numel >= numel */
     int first, count;          /* its parameters: layout->order[first] to [first + count - 1] */
     size_t full_offset;        /* bytes, in the gathered buffer (compute dtype) */
     size_t shard_offset;       /* bytes, in each rank's shard (storage dtype) */
@@ -86,25 +88,25 @@ typedef struct fsdpc_layout {
     int64_t padding_bytes; /* the part of full_bytes that holds no parameter */
 } fsdpc_layout;
 
-/* Consecutive trainable segments in the gradient buffer that have one accumulate dtype, the gaps between
- * them included: a collective over the buffer needs one call per run. */
+/* A run of the gradient buffer: consecutive trainable segments with the same accumulate dtype, and the gaps
+ * between them. A collective over the buffer needs one call per run. */
 typedef struct fsdpc_grad_run {
     size_t offset; /* bytes, in each rank's shard gradient */
     int64_t numel;
     fsdpc_dtype dtype;
 } fsdpc_grad_run;
 
-/* What one rank owns of one parameter. length 0: nothing. */
+/* The elements of one parameter that one rank owns. With length 0 the rank owns none. */
 typedef struct fsdpc_span {
     int64_t param_begin; /* first element of the parameter that this rank owns */
-    int64_t piece_begin; /* its position in the rank's piece of the segment */
+    int64_t piece_begin; /* position of that element in the rank's piece of the segment */
     int64_t length;
 } fsdpc_span;
 
 /* Builds the layout. `align_bytes` is a power of two from 16 to 2 MiB; a unit holds at most 2^52
- * elements, the padding of segments by rows included. On success *out is owned by the caller (fsdpc_layout_free). Errors:
- * FSDPC_E_INVAL naming the parameter, FSDPC_E_NOMEM; *out is then NULL. An empty list (param_count
- * 0) is a layout of zero bytes. */
+ * elements, the padding of segments by rows included. On success *out is owned by the caller
+ * (fsdpc_layout_free). Errors: FSDPC_E_INVAL with the parameter's name, FSDPC_E_NOMEM; *out is then NULL. An
+ * empty list (param_count 0) gives a layout of zero bytes. */
 int fsdpc_layout_build(const fsdpc_param_spec *specs, int param_count, int world,
                        size_t align_bytes, fsdpc_layout **out);
 /* Sets which segments are trainable, one byte each: offsets and cuts of values are unchanged, offsets in
@@ -113,15 +115,16 @@ void fsdpc_layout_set_trainable(fsdpc_layout *layout, const uint8_t *trainable);
 /* NULL is allowed. */
 void fsdpc_layout_free(fsdpc_layout *layout);
 
-/* `param` and `rank` must be in range (checked by assert only). */
+/* Returns the elements of `param` that `rank` owns. Both must be in range (checked by assert only). */
 fsdpc_span fsdpc_layout_span(const fsdpc_layout *layout, int param, int rank);
-/* The next run at or after segment *segment, which is then advanced past the run; false: there is none. */
+/* Sets *run to the next run from *segment on, and moves *segment past the run. Returns false if there is no
+ * further run. */
 bool fsdpc_layout_next_run(const fsdpc_layout *layout, int *segment, fsdpc_grad_run *run);
-/* Bytes of a rank's shard that hold no parameter. */
+/* Returns the bytes of a rank's shard that hold no parameter. */
 int64_t fsdpc_layout_shard_padding(const fsdpc_layout *layout, int rank);
-/* Byte offset of a parameter's first element in the gathered buffer. */
+/* Returns the byte offset of a parameter's first element in the gathered buffer. */
 size_t fsdpc_layout_full_offset(const fsdpc_layout *layout, int param);
-/* Byte offset of a parameter's first element in the reduce buffer (trainable parameters only). */
+/* Returns the byte offset of a trainable parameter's first element in the reduce buffer. */
 size_t fsdpc_layout_reduce_offset(const fsdpc_layout *layout, int param);
 
 #endif

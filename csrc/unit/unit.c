@@ -11,14 +11,14 @@
 #include "unit/grad_slots.h"
 #include "unit/unit_impl.h"
 
-/* The master shards of all ranks lie side by side in the segment: a peer can cast the piece of a late rank,
- * and a gather needs no other rank (see exchange_shared_gather.c). */
+/* Maps the master shards of all ranks, side by side in the segment: a peer can cast the piece of a late rank,
+ * so that a gather waits for no other rank (see exchange_shared_gather.c). */
 static int
 map_shared_masters(fsdpc_unit *unit, fsdpc_shm *shm)
 {
     size_t page = fsdpc_shm_page_bytes();
     unit->master_stride = fsdpc_round_up(unit->layout->shard_bytes, page);
-    /* One more page: the count of ranks that have freed the unit. */
+    /* One more page holds the count of ranks that have freed the unit. */
     unit->master_map_bytes = unit->master_stride * (size_t)unit->world + page;
     FSDPC_TRY(fsdpc_shm_alloc(shm, unit->master_map_bytes, true, &unit->master_offset));
     FSDPC_TRY(
@@ -125,8 +125,8 @@ fail:
     return status;
 }
 
-/* Freeing is local, and a late rank may still read this rank's shard: the last rank to free the unit frees
- * the memory of all. */
+/* Freeing is local, and a late rank may still read this rank's shard. So the last rank to free the unit frees
+ * the memory of all ranks. */
 static void
 give_masters_back(fsdpc_unit *unit)
 {

@@ -1,16 +1,16 @@
-/* Changes of this rank's master shard between a forward and its backward.
- *
- * A step of the optimizer is known by autograd's counts of writes (py_versions.c). A write to some parameters
- * or through `.data` is not, and some units would be gathered anew with values other than the forward's. So
- * a pass notes a digest of each trainable parameter: of three elements, or with `whole` of all. A device's
- * memory is not read: that would be a host sync.
+/* Detects changes of this rank's master shard between a forward and its backward.  Autograd's counts of
+ * writes show a step of the optimizer (py_versions.c), but not a write to only some parameters, or a
+ * write through `.data`. After such a write, units that are gathered again for backward would have
+ * other values than in the forward. So a pass notes a digest of each trainable parameter, over three
+ * of its elements or, with `whole`, over all. A device's memory is not read, because that would be a host
+ * sync.
  */
 #include "base/mem.h"
 #include "base/status.h"
 #include "ckpt/crc32c.h"
 #include "unit/unit_impl.h"
 
-/* The bits of one element. */
+/* Returns the bits of one element as a number. */
 static uint64_t
 bits(const char *value, size_t bytes)
 {

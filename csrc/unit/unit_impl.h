@@ -1,4 +1,4 @@
-/* What the files of a unit share. */
+/* Internal types and functions that the files of a unit share. */
 #ifndef FSDPC_UNIT_IMPL_H
 #define FSDPC_UNIT_IMPL_H
 
@@ -9,30 +9,30 @@
 struct fsdpc_grads {
     bool hooked;   /* a communication hook sums the gradients (fsdpc_unit_take_sums) */
     bool withheld; /* the gradients stay in `local` at the end of a backward */
-    /* The next sum is added to the gradient (true) or replaces it. Set by the caller per backward,
-     * true after the first sum of a backward. */
+    /* True if the next sum is added to the gradient, false if it replaces the gradient. The caller sets this
+     * before each backward; the first sum of a backward sets it to true. */
     bool add;
-    bool partial_any, local_any; /* `partial`, `local` hold gradients */
-    uint32_t sums;               /* how many were made into the target (grad.c) so far */
+    bool partial_any, local_any; /* whether `partial` and whether `local` hold gradients */
+    uint32_t sums;               /* how many sums were made into the target (grad.c) so far */
     /* One byte per parameter: some rank contributed a gradient since the last backward ended. */
     uint8_t *used;
     /* One byte per parameter: `local` holds a gradient of it. */
     uint8_t *local_used;
 };
 
-/* The sum over the shard group on its way to the other replicas (unit_replicas.c). */
+/* The state of a swap, which sends the sum over the shard group to the other replicas (unit_replicas.c). */
 struct fsdpc_swap {
-    struct fsdpc_flight *flight; /* NULL: none is on its way */
-    bool gathers;                /* each replica has summed its share: the flight gathers these */
-    uint32_t key;                /* equal on the replicas; 0: they have not agreed on one yet */
-    uint32_t sums;               /* grads.sums when the flight began */
-    bool lost;                   /* other replicas may still send into `partial` */
-    uint64_t sent_bytes;         /* fsdpc_unit_take_swapped_bytes */
+    struct fsdpc_flight *flight; /* the transfer in progress (comm/flight.h), or NULL */
+    bool gathers;                /* true for the second flight, which gathers the summed shares */
+    uint32_t key;        /* the same number on all replicas; 0: no number was agreed on yet */
+    uint32_t sums;       /* the value of grads.sums when the flight began */
+    bool lost;           /* other replicas may still send into `partial` */
+    uint64_t sent_bytes; /* fsdpc_unit_take_swapped_bytes */
 };
 
 /* A unit's memory is set by fsdpc_unit_new and does not change, with two exceptions: the first gradients make
  * `local` and `plans`; fsdpc_unit_thaw and grad_slots.h replace the gradient buffers. A step changes `grads`,
- * `swap`, `range` (which is its arena's), `in_flight`, and the entry of the unit's exchange (`use`). */
+ * `swap`, `range` (which the arena writes), `in_flight`, and the exchange's data about the unit (`use`). */
 struct fsdpc_unit {
     char *name;
     fsdpc_layout *layout;
@@ -44,12 +44,12 @@ struct fsdpc_unit {
     double divide; /* [Note: divided once] in grad.c */
     bool reshard, keeps;
 
-    /* The device of operations on master, grad and grad_out outside of the step's streams: `device`, or
-     * the CPU for an offloaded unit. */
+    /* The device that works on master, grad and grad_out outside of the step's streams: the CPU for an
+     * offloaded unit, otherwise `device`. */
     fsdpc_device *shard_device;
     bool offload;
-    fsdpc_event *touched[2]; /* the device's last use of masters and of gradients, by fsdpc_which */
-    bool in_flight[2];       /* the host has not waited for the event */
+    fsdpc_event *touched[2]; /* [fsdpc_which]: recorded after the device's last use of the memory */
+    bool in_flight[2];       /* the host has not waited for the event in `touched` yet */
 
     /* Master shards. With a shared segment all ranks' shards are mapped and peers[r] is rank r's;
      * otherwise only peers[rank] is set. */
@@ -60,14 +60,15 @@ struct fsdpc_unit {
     size_t master_map_bytes, master_stride;
 
     void *grad; /* this rank's shard gradient, accumulate dtype */
-    /* The gradient that the optimizer sees, storage dtype, laid out like the master; NULL when no
-     * parameter's storage is narrower than its accumulate dtype: then the optimizer sees `grad`. */
+    /* The gradient that the optimizer sees, storage dtype, laid out like the master; NULL if the
+     * optimizer sees `grad`, because no parameter's storage dtype is narrower than its accumulate dtype. */
     void *grad_out;
-    /* With `slots`, `grad` and `grad_out` lie in slot `slot`, and are the unit's while it holds that slot. */
+    /* With `slots`, `grad` and `grad_out` lie in slot `slot`. The unit may use them only while it holds the
+     * slot. */
     struct fsdpc_grad_slots *slots;
     int slot;
-    /* The sum over the shard group that is still to be summed over replicas; NULL without replicas. Behind
-     * it lie the replicas' shares (fsdpc_footprint_shares), where these travel in the background. */
+    /* The sum over the shard group that must still be summed over replicas; NULL without replicas. If sums
+     * travel in the background, the replicas' shares lie behind this sum (fsdpc_footprint_shares). */
     void *partial;
     struct fsdpc_swap swap;
     /* Whole gradients accumulated without communication (no_sync), accumulate dtype, or NULL. */
@@ -75,25 +76,25 @@ struct fsdpc_unit {
     size_t local_bytes;
     size_t *local_offset; /* per segment */
 
-    /* Buffers that `grad` and `grad_out` once were (unit_thaw.c). */
+    /* Old buffers of `grad` and `grad_out` (unit_thaw.c). */
     struct fsdpc_retired *retired;
     size_t retired_bytes;
 
     struct fsdpc_grad_plans *plans; /* grad_pack.c; NULL until the first gradients */
 
     fsdpc_range range;
-    bool direct; /* as in the footprint */
+    bool direct; /* see fsdpc_unit_is_direct */
     bool foreign;
     uint64_t gathers; /* see fsdpc_unit_gathers */
 
-    uint32_t *digests; /* per parameter, NULL until the first pass (unit_digest.c); */
+    uint32_t *digests; /* per parameter, NULL until the first pass (unit_digest.c) */
     bool noted;        /* the digests are those of the latest pass */
 
     struct fsdpc_grads grads;
     struct fsdpc_unit_use *use; /* borrowed from the exchange; NULL without one */
 };
 
-/* This rank's piece of a segment, and the size of its elements. */
+/* Returns this rank's piece of a segment, and sets *item to the size of the piece's elements. */
 char *fsdpc_unit_shard_piece(const fsdpc_unit *unit, enum fsdpc_which which, int segment,
                              size_t *item);
 
@@ -101,7 +102,8 @@ char *fsdpc_unit_shard_piece(const fsdpc_unit *unit, enum fsdpc_which which, int
 
 /* Computes the unit's footprint from its layout. */
 void fsdpc_unit_plan(fsdpc_unit *unit);
-/* Allocates grad, grad_out and partial by the layout. After a failure the caller frees what was allocated. */
+/* Allocates grad, grad_out and partial with the sizes of the layout. If the call fails, the caller frees what
+ * was allocated. */
 int fsdpc_unit_make_grads(fsdpc_unit *unit);
 void fsdpc_unit_free_retired(fsdpc_unit *unit);
 
@@ -109,7 +111,7 @@ void fsdpc_unit_free_retired(fsdpc_unit *unit);
 
 int fsdpc_unit_open_shard_device(fsdpc_unit *unit);
 void fsdpc_unit_close_shard_device(fsdpc_unit *unit);
-/* Zeroed memory for master shard and gradients. */
+/* Allocates zeroed memory for a master shard or gradients. */
 int fsdpc_unit_shard_alloc(fsdpc_unit *unit, size_t bytes, void **out);
 void fsdpc_unit_shard_free(fsdpc_unit *unit, void *block, size_t bytes);
 
@@ -122,7 +124,7 @@ void fsdpc_unit_free_partial(fsdpc_unit *unit);
 /* The destination of the sum over the shard group: the shard gradient, or with replicas `partial`. */
 struct fsdpc_grad_target {
     void *sum;
-    bool *add;    /* the next sum is added to what `sum` holds; true after the first one */
+    bool *add;    /* the next sum is added to what `sum` holds; true after a first sum */
     double scale; /* [Note: divided once] */
 };
 struct fsdpc_grad_target fsdpc_grad_target(fsdpc_unit *unit);

@@ -1,4 +1,4 @@
-/* Where things lie in a unit's memory, and the memory of its gradients. */
+/* Finds parameters and gradients in a unit's memory, and allocates the memory of its gradients. */
 #include "unit/unit_impl.h"
 
 #include "base/status.h"
@@ -64,7 +64,7 @@ senders_of(const fsdpc_unit *unit)
     return travels ? fsdpc_comm_senders(unit->shard) : 0;
 }
 
-/* The footprint's option `replicas`. How sums over replicas travel is in unit_replicas.c. */
+/* Returns the footprint's option `replicas`. unit_replicas.c explains how sums over replicas travel. */
 static int
 replicas_of(const fsdpc_unit *unit)
 {
@@ -95,7 +95,7 @@ fsdpc_unit_plan(fsdpc_unit *unit)
 int
 fsdpc_unit_make_grads(fsdpc_unit *unit)
 {
-    fsdpc_unit_plan(unit); /* again: parameters may have been unfrozen */
+    fsdpc_unit_plan(unit); /* parameters may have been unfrozen since the last call */
     const fsdpc_footprint *print = &unit->footprint;
     FSDPC_TRY(fsdpc_unit_shard_alloc(unit, print->grad_bytes, &unit->grad));
     if (print->grad_out_bytes) {

@@ -1,6 +1,6 @@
 /* Norm and scaling of a unit's gradients on a device that queues, without a host sync and by one launch each.
- * Padding is neither measured nor scaled: a NaN would stay in the padding for ever, because gradients are zeroed
- * by parameter.
+ * Padding is neither measured nor scaled: a NaN would stay in the padding for ever, because zeroing a
+ * gradient leaves the padding as it is.
  */
 #include <math.h>
 
@@ -8,7 +8,7 @@
 #include "base/status.h"
 #include "unit/unit_impl.h"
 
-/* Stretches of the masked parameters' gradients, segment by segment; adjacent ones are merged. */
+/* The masked parameters' gradients as stretches of memory, by segment; adjacent stretches are merged. */
 typedef struct stretches {
     fsdpc_stretch *list;
     int count;
@@ -29,7 +29,7 @@ append(stretches *to, fsdpc_stretch next)
     to->list[to->count++] = next;
 }
 
-/* Parameters of one segment come by rising address. The caller frees the list. */
+/* Lists the masked parameters' gradients, by segment and rising address. The caller frees the list. */
 static int
 list_grads(const fsdpc_unit *unit, const uint8_t *mask, stretches *out)
 {

@@ -3,8 +3,8 @@
  *
  * The CPU is like a stream that does not wait for the others. So the device's work on master shard and
  * shard gradient is followed by an event (fsdpc_unit_touch), and the host waits for that event before the
- * CPU accesses them (fsdpc_unit_settle). The other direction needs no wait: a kernel sees all writes made
- * before its launch. The end of a backward waits once for all units.
+ * CPU accesses the two (fsdpc_unit_settle). The device needs no wait for the CPU: a kernel sees all writes
+ * made before its launch. The end of a backward waits once for all units.
  */
 #include <stdio.h>
 

@@ -1,13 +1,13 @@
-/* Sums over replicas, where the device does not queue.
+/* Sums over replicas, on devices that do not queue.
  *
- * Over a wire replicas swap their sums in the background, by two flights: each replica gets its share of
- * the others' sums and adds them in the order of replicas, then all replicas gather the added shares. A
- * unit's swap begins in the backward, once all ranks of the shard group have reduced the unit. Replicas run
- * units in orders of their own, so flights are matched by key, and the second flight begins in the backward
- * only if the first one is here: no replica waits for another there. At the end each replica says in one
- * message which parameters got a gradient, which units were swapped, and which sums have changed since (a
- * second gradient of the unit). Changed sums are swapped once more, so that the values do not depend on
- * what began when. Where nothing flies, each unit's sum is a blocking collective behind that message.
+ * Over a wire replicas swap sums in the background, by two flights (transfers). In the first one each replica
+ * receives its share of the other replicas' sums, and adds the shares in the order of replicas. In the second
+ * flight all replicas gather the added shares. A unit's swap begins in the backward, once all ranks of the
+ * shard group have reduced the unit. Replicas may run units in different orders, so flights are matched by
+ * key. In the backward no replica waits for another: the second flight begins only if the first has arrived.
+ * At the end each replica sends one message: which parameters got a gradient, which units were swapped, and
+ * which sums a second gradient has changed since. Changed sums are swapped once more, so the values do not
+ * depend on timing. Without flights, each unit's sum is a blocking collective after that message.
  */
 #include <stdio.h>
 #include <string.h>
@@ -19,13 +19,13 @@
 
 enum {
     SWAPPED = 1, /* the replica has begun to swap the unit */
-    CHANGED = 2, /* what it has swapped is not its sum any more */
+    CHANGED = 2, /* the replica's sum has changed since the swap began */
 };
 
 static bool
 takes_part(const fsdpc_unit *unit)
 {
-    /* On a device that queues the sum follows each unit's reduction (exchange_stream_replicas.c). */
+    /* On a device that queues, exchange_stream_replicas.c sums over replicas after each unit's reduction. */
     return unit->replicate && unit->layout->trainable_count > 0 && !unit->grads.hooked &&
            !fsdpc_device_get_caps(unit->device)->asynchronous;
 }
@@ -60,7 +60,7 @@ name_swap(const fsdpc_unit *unit, char what[WHAT_BYTES])
     snprintf(what, WHAT_BYTES, "sum over replicas of unit %s", unit->name);
 }
 
-/* A replica's shares, behind the sum of the shard group. */
+/* Returns a replica's shares, which lie behind the sum over the shard group. */
 static char *
 shares_of(const fsdpc_unit *unit, int replica, size_t *bytes)
 {
@@ -69,7 +69,7 @@ shares_of(const fsdpc_unit *unit, int replica, size_t *bytes)
     return (char *)unit->partial + begin + *bytes * (size_t)replica;
 }
 
-/* landing NULL: the second flight, a gather. */
+/* Begins a flight of the swap: the first one, or, with `landing` NULL, the second one, a gather. */
 static int
 fly(fsdpc_unit *unit, const fsdpc_comm_part *parts, int count, const fsdpc_landing *landing)
 {
@@ -95,7 +95,7 @@ land(fsdpc_unit *unit)
     return status;
 }
 
-/* The first flight: the other replicas' parts of this replica's shares land in the first shares' places. */
+/* Begins the first flight. The other replicas' sums of this replica's share land where the shares begin. */
 static int
 begin_scatter(fsdpc_unit *unit)
 {
@@ -123,7 +123,7 @@ done:
     return status;
 }
 
-/* Sums this replica's shares, in the order of replicas, to the place from which the replicas gather. */
+/* Sums this replica's shares in the order of replicas. Writes the sums where the second flight reads them. */
 static int
 sum_shares(fsdpc_unit *unit, const void **sources)
 {
@@ -144,7 +144,7 @@ sum_shares(fsdpc_unit *unit, const void **sources)
     return FSDPC_OK;
 }
 
-/* Lands the first flight, sums this replica's shares, and begins the second flight. */
+/* Waits for the first flight, sums this replica's shares, and begins the second flight. */
 static int
 begin_gather(fsdpc_unit *unit)
 {
@@ -165,7 +165,7 @@ done:
     return status;
 }
 
-/* All summed shares have landed: copies them to `partial`, and takes the sum into the shard gradient. */
+/* Copies all summed shares, which have landed, to `partial`, and takes `partial` into the shard gradient. */
 static int
 take_shares(fsdpc_unit *unit)
 {
@@ -218,7 +218,7 @@ void
 fsdpc_unit_free_partial(fsdpc_unit *unit)
 {
     unit->swap.lost = !fsdpc_flight_free(unit->swap.flight) || unit->swap.lost;
-    /* Other replicas may still send into the memory of lost flights. */
+    /* Other replicas may still send into `partial`, if a flight was lost. */
     if (!unit->swap.lost && !fsdpc_comm_has_lost(unit->replicate)) {
         fsdpc_device_free(unit->device, unit->partial, unit->footprint.partial_bytes);
     }
@@ -231,7 +231,7 @@ struct group {
     fsdpc_unit **units;
     int count;
     fsdpc_comm *comm;
-    uint8_t *flags; /* per unit: SWAPPED and CHANGED of any replica */
+    uint8_t *flags; /* per unit: SWAPPED or CHANGED if they are set on any replica */
     bool *used;     /* per unit: a parameter got a gradient on any replica */
 };
 
@@ -309,7 +309,7 @@ is_wanted(const struct group *s, int i, bool again)
     return again ? moves_again(s, i) : moves(s, i);
 }
 
-/* All replicas begin all swaps before they wait for one. `again`: swaps only the sums that have changed. */
+/* Every replica begins all its swaps before it waits for any. With `again`, swaps only sums that changed. */
 static int
 swap_units(const struct group *s, bool again)
 {
@@ -352,7 +352,7 @@ sum_all_now(const struct group *s)
     return FSDPC_OK;
 }
 
-/* Sums those of the units that have the same replicas as the first unit. */
+/* Sums over the replicas of the first unit: this unit, and all other units that have the same replicas. */
 static int
 sum_group(fsdpc_unit **units, int count)
 {

@@ -2,8 +2,8 @@
  *
  * Master shards, cuts and the gathered range are unchanged. The gradient buffers are reallocated, because
  * their segments move, and their contents are copied. The user may still have tensors over the old buffers
- * (a view of a gradient), so those live as long as the unit: they are small, as a frozen unit usually has
- * no gradients at all.
+ * (a view of a gradient), so the old buffers live as long as the unit. They are small, because a frozen unit
+ * usually has no gradients at all.
  */
 #include <string.h>
 
@@ -13,13 +13,13 @@
 #include "unit/unit_impl.h"
 
 struct fsdpc_retired {
-    void *block; /* NULL: a slot that the unit holds for ever */
+    void *block; /* an old buffer; NULL: the entry keeps a slot, which the unit holds for ever */
     size_t bytes;
-    struct fsdpc_grad_slots *slots; /* NULL, or a reference to the slots */
+    struct fsdpc_grad_slots *slots; /* if block is NULL: a reference to the slots */
     struct fsdpc_retired *next;
 };
 
-/* Everything whose layout follows the trainable segments. */
+/* The buffers whose layout depends on which segments are trainable. */
 struct buffers {
     void *grad, *grad_out, *partial, *local;
     struct fsdpc_grad_slots *slots;
@@ -54,7 +54,7 @@ put_buffers(fsdpc_unit *unit, const struct buffers *b)
     unit->local_bytes = b->local_bytes;
 }
 
-/* Allocates the unit's buffers by the new layout. */
+/* Allocates the unit's buffers with the sizes of the new layout. */
 static int
 make_new(fsdpc_unit *unit, const struct buffers *old)
 {
@@ -71,7 +71,7 @@ free_new(fsdpc_unit *unit)
     fsdpc_device_free(unit->device, unit->local, unit->local_bytes);
 }
 
-/* Copies the sums, and the visible gradients if they are another buffer. */
+/* Copies a segment's sums, its local gradients, and its separate gradient for the optimizer, if any. */
 static int
 copy_segment(fsdpc_unit *unit, const struct buffers *old, int s)
 {
@@ -105,7 +105,7 @@ copy_old(fsdpc_unit *unit, const struct buffers *old)
     return FSDPC_OK;
 }
 
-/* Keeps an old block for the unit's life. The list entry comes from `room`, so that this cannot fail. */
+/* Keeps an old block for the unit's life. The function cannot fail: it takes the list entry from `room`. */
 static void
 retire(fsdpc_unit *unit, struct fsdpc_retired **room, void *block, size_t bytes)
 {

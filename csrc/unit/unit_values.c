@@ -1,10 +1,10 @@
-/* A unit's values in and out: whole parameters, and parameters cut into one block per rank in
+/* Reads and writes a unit's values: whole parameters, and parameters that are cut into one block per rank in
  * another way than the unit cuts them. See unit.h.
  *
  * On one host every master shard is mapped, and a rank copies the elements that it needs directly
  * from or to the shards of all ranks, between two barriers. A group of one rank copies its own shard. Over a
- * wire the same elements pass through a window of limited size in device memory; one stream fills the
- * window, gathers and empties it, so that the window can be filled again at once.
+ * wire the same elements pass through a window: a buffer of limited size in device memory. One stream fills,
+ * gathers and empties the window, so the host need not wait before it queues the next filling.
  */
 #include <stdio.h>
 #include <string.h>
@@ -53,7 +53,7 @@ shard_place(const fsdpc_unit *unit)
     return unit->offload ? FSDPC_ON_HOST : FSDPC_ON_DEVICE;
 }
 
-/* Asynchronous, except for copies within host memory. */
+/* Copies bytes, asynchronously except within host memory. */
 static int
 copy(const fsdpc_unit *unit, void *dst, enum fsdpc_memory_kind to, const void *src,
      enum fsdpc_memory_kind from, size_t bytes)
@@ -92,7 +92,7 @@ fsdpc_unit_write(fsdpc_unit *unit, enum fsdpc_which which, int param, const void
 
 /* --- reading --------------------------------------------------------------------------------- */
 
-/* The arguments of a read: parts of parameters and their destinations. */
+/* The arguments of a read: which parts of parameters are read, and to where. */
 typedef struct reading {
     enum fsdpc_which which;
     enum fsdpc_memory_kind place;
@@ -109,7 +109,7 @@ typedef struct stretch {
     size_t item;
 } stretch;
 
-/* Copies the intersection of a stretch with the wanted parts. */
+/* Copies the elements of a stretch that belong to the parts in `to`. */
 static int
 copy_out(const fsdpc_unit *unit, const stretch *from, const reading *to)
 {
@@ -156,8 +156,8 @@ read_mapped(fsdpc_unit *unit, const reading *to)
     return fsdpc_comm_barrier(unit->shard, to->what);
 }
 
-/* Elements per rank in the window. A large read takes at least two windows, because the communicator may
- * hold a second copy of the window meanwhile. */
+/* Returns how many elements of each rank's piece the window holds. That is at most half of a large
+ * piece, because the communicator may hold a second copy of the window at the same time. */
 static int64_t
 window_length(const fsdpc_unit *unit, int64_t count, size_t item)
 {
@@ -167,7 +167,7 @@ window_length(const fsdpc_unit *unit, int64_t count, size_t item)
     return smaller(smaller(count, fits), larger(count / 2 + count % 2, small));
 }
 
-/* Reads a segment through a window, stretch by stretch of all ranks' pieces; `own`: this rank's piece. */
+/* Reads a segment through a window, a part of each rank's piece at a time. `own`: this rank's whole piece. */
 static int
 read_segment(fsdpc_unit *unit, const stretch *own, const reading *to)
 {
@@ -286,7 +286,7 @@ fsdpc_unit_read_blocks(fsdpc_unit *unit, const int64_t *block, void *const *data
     return status;
 }
 
-/* Copies the elements of a part of `param` that rank `r` owns into that rank's master shard. */
+/* Copies those elements of `from`, a part of `param`, that rank `r` owns to that rank's master shard. */
 static int
 copy_in(const fsdpc_unit *unit, int param, int r, part from, enum fsdpc_memory_kind place)
 {
@@ -318,7 +318,7 @@ write_mapped(fsdpc_unit *unit, const int64_t *block, const void *const *data,
     return fsdpc_comm_barrier(unit->shard, what);
 }
 
-/* Copies to this rank's shard what the window holds of all ranks' blocks, from element `first` of each on. */
+/* Copies this rank's elements to its shard. The window holds each rank's block from element `first` on. */
 static int
 take_window(const fsdpc_unit *unit, int param, int64_t block, const char *window, int64_t first,
             int64_t count)

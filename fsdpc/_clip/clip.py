@@ -1,7 +1,8 @@
 """Global gradient norm and clipping over sharded, replicated and unmanaged gradients.
 
-Sums are computed in fp64 over each rank's shard, then over the sharding group; replicas hold equal
-gradients and count once. One all-reduce of a scalar per group. On a GPU there is no host sync.
+Each rank sums over its shard in fp64, and one small all-reduce per sharding group adds the ranks'
+sums. Replicas hold equal gradients, so each gradient is counted once. On a GPU, ``device.py``
+computes the norm without a host sync, except in the cases that ``tree_for`` excludes.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from fsdpc._clip.device import norm_and_factor, scaling_of, tree_for
 from fsdpc._clip.norm import combine_of, root_of, sums_of_units, tensor_sum
 from fsdpc._clip.torch_utils import check_not_stepped
 
-# For each unit, as bytes, which of its parameters have a gradient.
+# For each unit: a mask with one byte per parameter, non-zero if the parameter has a gradient.
 Masks = dict[Any, bytes]
 
 
 def clip_grad_norm(root: Any, units: list[Any], max_norm: float, norm_type: float) -> torch.Tensor:
-    """See ``FullyShardedDataParallel.clip_grad_norm_``. Collective over the sharding groups."""
+    """Implement ``clip_grad_norm_`` of the wrapper class. Collective over the sharding groups."""
     check_not_stepped(units)
     max_norm, norm_type = float(max_norm), float(norm_type)
     others = list(_unmanaged_grads(root, units))
@@ -34,7 +35,7 @@ def clip_grad_norm(root: Any, units: list[Any], max_norm: float, norm_type: floa
             total = _clip_on_host(root, masks, others, max_norm, norm_type)
         else:
             total = norm_and_factor(tree, masks, others, norm_type, max_norm, scale=True)[0]
-    if not dtypes and float(total) != 0.0:  # all elements with gradients are on other ranks
+    if not dtypes and float(total) != 0.0:  # only other ranks hold elements with gradients
         dtypes = list(_dtypes_elsewhere(units))
     if not dtypes:
         warnings.warn(
@@ -51,7 +52,7 @@ def _clip_on_host(
 ) -> torch.Tensor:
     total = root_of(_global_sum(masks, others, norm_type), norm_type)
     factor = _clip_factor(total, max_norm)
-    if factor != 1.0:  # also true for NaN, which must reach the gradients, as in torch
+    if factor != 1.0:  # a factor of NaN must reach the gradients, too, as in torch
         _scale(masks, others, factor)
     return torch.tensor(total, dtype=torch.float64, device=root.compute_device)
 
@@ -62,7 +63,7 @@ def _clip_factor(total: float, max_norm: float) -> float:
 
 
 def _global_sum(masks: Masks, others: list[torch.Tensor], norm_type: float) -> float:
-    """Sum of |g|^p over every gradient element of the model; the largest |g| for the inf norm."""
+    """Return the sum of |g|^p over all gradient elements of the model; for p = inf, max |g|."""
     combine = combine_of(norm_type)
     own = combine(tensor_sum(grad, norm_type) for grad in others)
     parts = sums_of_units(
@@ -84,7 +85,7 @@ def _unmanaged_grads(root: Any, units: list[Any]) -> Iterator[torch.Tensor]:
 
 
 def _spread_elsewhere(root: Any, units: list[Any]) -> bool:
-    """True if an unmanaged parameter is sharded already (a DTensor)."""
+    """Whether a parameter that no unit manages is sharded by other means, as a DTensor."""
     return any(hasattr(param, "full_tensor") for param in _unmanaged(root, units))
 
 

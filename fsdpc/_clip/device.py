@@ -1,4 +1,4 @@
-"""Norm and clipping on a GPU, without a host sync."""
+"""Gradient norms and clipping on a GPU, without a host sync."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from fsdpc._clip.norm import powers_of
 
 
 def tree_for(units: list[Any], norm_type: float) -> Any:
-    """The tree that computes the norm of these units' gradients on the device; None if the host
-    must compute it. Equal on all ranks. Local.
+    """Return the tree that computes the norm of these units' gradients on the device.
+
+    None if the host must compute the norm. The choice is the same on all ranks. Local.
     """
     if not units or not norm_type > 0:
         return None
@@ -28,7 +29,7 @@ def tree_for(units: list[Any], norm_type: float) -> Any:
 
 @contextmanager
 def scaling_of(units: list[Any]) -> Iterator[dict[Any, bytes]]:
-    """``adopted_grads`` of several units at once; yields a mask for each unit. Local."""
+    """Enter ``unit.adopted_grads()`` for all units and yield ``{unit: mask}``. Local."""
     with ExitStack() as stack:
         yield {unit: stack.enter_context(unit.adopted_grads()) for unit in units}
 
@@ -42,11 +43,11 @@ def norm_and_factor(
     *,
     scale: bool,
 ) -> torch.Tensor:
-    """A float64 tensor of shape (2,) on the device: the norm of all ranks' gradients, and the
-    clipping factor, applied to the gradients with ``scale``.
+    """Return a float64 tensor of shape (2,) on the device: the norm of all ranks' gradients, and
+    the clipping factor. If ``scale`` is true, also multiply the gradients by the clipping factor.
 
-    ``masks[unit]``: which of the unit's parameters have a gradient; ``others``: gradients that
-    every rank holds whole. Collective over the units' sharding groups.
+    ``masks[unit]`` says which of the unit's parameters have a gradient. ``others`` are gradients
+    that every rank holds in full. Collective over the units' sharding groups.
     """
     device = tree.units[0].device
     out = torch.empty(2, dtype=torch.float64, device=device)
@@ -66,7 +67,10 @@ def norm_and_factor(
 
 
 def _part(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The engine's partial sums, float64 of shape (3,): sum of |x|^p, largest |x|, 0."""
+    """Return what the engine needs of a gradient: a float64 tensor (sum of |x|^p, largest |x|, 0).
+
+    Only the entry that the norm needs is computed; the other entry is 0.
+    """
     part = torch.zeros(3, dtype=torch.float64, device=grad.device)
     part[int(math.isinf(norm_type))] = powers_of(grad, norm_type)
     return part

@@ -1,5 +1,7 @@
-"""The largest absolute value of DTensors of which some ranks hold nothing: torch's norms of order
-infinity raise on those ranks, and the others wait for them.
+"""The norm of order infinity of DTensors of which some ranks have no elements.
+
+torch's norms of order infinity raise on the ranks without elements, while the other ranks wait for
+these ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from fsdpc._clip.norm import by_mesh
 
 
 def has_empty_parts(tensors: Sequence[Tensor], norm_type: float) -> bool:
-    """Whether the norm has order infinity and some rank holds nothing of one of the DTensors; equal
-    on all ranks. False with DTensors that are sums in progress (``Partial``). Local.
+    """Whether the norm has order infinity and some rank has no elements of one of the DTensors. The
+    result is the same on all ranks. False if a DTensor has a ``Partial`` placement, because that
+    DTensor's sum is not made yet. Local.
     """
     if not math.isinf(norm_type) or norm_type < 0:
         return False
@@ -39,12 +42,15 @@ def _someone_holds_nothing(tensor: DTensor) -> bool:
 
 
 def largest(tensors: Sequence[Any]) -> Tensor:
-    """max |x| over DTensors, 0-dim, whole on every rank: a DTensor of their mesh, or a plain tensor
-    if they have several meshes; NaN if an element is NaN. Collective over their meshes.
+    """Return the largest |x| of all elements of the DTensors, or NaN if an element is NaN.
+
+    The result is 0-dim and has its value on every rank: it is a replicated DTensor if all DTensors
+    have one mesh, else a plain tensor. Collective over the DTensors' meshes.
     """
     meshes = by_mesh(tensors)
     first = tensors[0]._local_tensor
-    total = torch.zeros(2, dtype=torch.float64, device=first.device)  # the maximum; 1 for a NaN
+    # ``total[0]`` is the maximum. ``total[1]`` is 1.0 if an element is NaN, else 0.0.
+    total = torch.zeros(2, dtype=torch.float64, device=first.device)
     for mesh, members in meshes.items():
         local = [tensor._local_tensor for tensor in members]
         found = [tensor.abs().max().double() for tensor in local if tensor.numel()]

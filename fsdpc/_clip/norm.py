@@ -1,4 +1,4 @@
-"""Sums of powers for norms: of one tensor, of several, and over ranks."""
+"""Sums of powers, from which norms are computed: of one tensor, of several, and over ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from torch.distributed.tensor import DTensor
 
 
 def reduce_over_ranks(comm: Any, part: float, op: str, what: str) -> float:
-    """Sum or maximum over ranks. Collective. A flag carries NaN, which a backend may drop."""
+    """Return the sum or maximum of ``part`` over ranks. Collective.
+
+    A backend may drop a NaN, so a second number says whether any rank has a NaN.
+    """
     values = np.array([0.0 if math.isnan(part) else part, math.isnan(part)], dtype=np.float64)
     comm.all_reduce(values, op=op, what=what)
     return math.nan if values[1] else float(values[0])
 
 
 def by_comm(units: Iterable[Any]) -> list[tuple[Any, list[Any]]]:
-    """Units grouped by sharding communicator, in their order."""
+    """Group units by their sharding communicators; the order of the units is kept."""
     groups: dict[int, tuple[Any, list[Any]]] = {}
     for unit in units:
         comm = unit.groups.shard
@@ -30,8 +33,9 @@ def by_comm(units: Iterable[Any]) -> list[tuple[Any, list[Any]]]:
 def sums_of_units(
     units: Iterable[Any], sum_of: Callable[[Any], float], norm_type: float, what: str
 ) -> Iterator[float]:
-    """For each sharding communicator, ``sum_of(unit)`` combined over its units and ranks.
-    Collective: all ranks have units of the same communicators, in the same order.
+    """Yield for each sharding communicator the sum, or for the inf norm the maximum, of
+    ``sum_of(unit)`` over the communicator's units and ranks. Collective: all ranks must pass units
+    of the same communicators, in the same order.
     """
     for comm, members in by_comm(units):
         part = combine_of(norm_type)(map(sum_of, members))
@@ -41,26 +45,29 @@ def sums_of_units(
 
 
 def combine_of(norm_type: float) -> Any:
-    """Sum, or a maximum that propagates NaN (Python's ``max`` may drop it)."""
+    """Return the function that combines partial results: a sum, or for the inf norm a maximum.
+
+    The maximum of values with a NaN is NaN, which Python's ``max`` does not ensure.
+    """
     if not math.isinf(norm_type):
         return lambda values: float(sum(values))
     return lambda values: float(np.max(np.fromiter(values, dtype=np.float64), initial=0.0))
 
 
 def root_of(total: float, norm_type: float) -> float:
-    """The norm of a combined sum of powers."""
+    """Return the norm, given the sum of powers over all elements."""
     if math.isinf(norm_type) or norm_type == 0:
         return total
     return float(np.float64(total) ** (1.0 / norm_type))
 
 
 def tensor_sum(grad: torch.Tensor, norm_type: float) -> float:
-    """Sum of |x|^p in fp64; for 0 the number of non-zeros, for inf the largest |x|."""
+    """Return the sum of |x|^p in fp64; for p = 0 the number of non-zeros, for p = inf max |x|."""
     return powers_of(grad, norm_type).item()
 
 
 def powers_of(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """``tensor_sum`` as a 0-dim tensor on the gradient's device."""
+    """Return what ``tensor_sum`` returns, but as a 0-dim tensor on the gradient's device."""
     wide = grad.detach().double().abs()
     if wide.numel() == 0:
         return wide.sum()
@@ -72,14 +79,18 @@ def powers_of(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
 def by_mesh(
     tensors: Sequence[Any], chosen: Callable[[Any], Any] = lambda tensor: tensor
 ) -> dict[Any, list[Any]]:
-    """``tensors`` of which ``chosen(tensor)`` is a DTensor, by its mesh, in their order. Local."""
+    """Group tensors by the mesh of the DTensor ``chosen(tensor)``.
+
+    Tensors for which ``chosen(tensor)`` is no DTensor are left out. Tensors of one mesh keep their
+    order. Local.
+    """
     found: dict[Any, list[Any]] = {}
     last: Any = None
     members: list[Any] = []
     for tensor in tensors:
         value = chosen(tensor)
         if isinstance(value, DTensor):
-            if value.device_mesh is not last:  # a mesh's hash takes longer than all the rest
+            if value.device_mesh is not last:  # hashing a mesh is the slowest step here
                 last = value.device_mesh
                 members = found.setdefault(last, [])
             members.append(tensor)
@@ -87,8 +98,9 @@ def by_mesh(
 
 
 def of_meshes(norms: Sequence[Any], norm_type: float) -> torch.Tensor:
-    """The norm of the DTensors of several meshes, from each mesh's norm: a plain tensor, as
-    no mesh has all of them. Collective over the meshes.
+    """Return the norm of DTensors of several meshes. Each of ``norms`` is the norm of one mesh's
+    DTensors. The result is a plain tensor, because no mesh has all DTensors. Collective over the
+    meshes.
     """
     whole = torch.stack([norm.full_tensor() for norm in norms])
     return whole.sum() if norm_type == 0 else torch.linalg.vector_norm(whole, norm_type)

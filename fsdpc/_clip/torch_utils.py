@@ -1,11 +1,12 @@
 """``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` on sharded parameters.
 
-torch's functions would return the norm of one rank's shard, silently wrong and different on each
-rank. When the first unit is made, both are replaced by functions that detect shards and then return
-the global norm. ``clip_grad_norm_`` finds shards by its parameters, the same on all ranks,
-``get_total_norm`` by its gradients, of which a rank may hold none. Calls without shards are
-unchanged. The scaling, like ``clip_grad_value_``, is elementwise and correct on shards; both also
-take parameters of both interfaces (FSDP1 and ``fully_shard``) in one call.
+torch's functions would silently return the norm of one rank's shard, a different value on each
+rank. When the first unit is made, both functions are replaced by functions that detect shards and
+then return the global norm. ``clip_grad_norm_`` finds shards by its parameters, which are the same
+on all ranks. ``get_total_norm`` finds shards by the passed gradients; a rank may pass none.
+Calls without shards work as before. ``clip_grads_with_norm_``, which scales gradients, and
+``clip_grad_value_`` are elementwise, so torch's versions are correct on shards. They are wrapped
+so that one call may pass parameters of both interfaces (FSDP1 and ``fully_shard``).
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from fsdpc._comm.channel import numbers_in
 from fsdpc._engine.writeback import owner_of
 from fsdpc._torch import CLIP_BY_NORM, TOTAL_NORM
 
-# Per unit: id of each gradient -> its address at construction.
+# For each unit: {id of a gradient tensor: the tensor's address when ``watch`` was called}.
 _units: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
 def watch(unit: Any) -> None:
-    """Detect tensors of ``unit`` in torch's norm until the unit is deleted. Local."""
+    """Let torch's norm functions detect the tensors of ``unit`` while the unit exists. Local."""
     grads = [grad for _, grad, _ in unit.optim_params if grad is not None]
     _units[unit] = {id(grad): grad.data_ptr() for grad in grads}
     install()
@@ -51,7 +52,7 @@ def watch(unit: Any) -> None:
 
 @functools.cache
 def install() -> None:
-    """Replace torch's norm, once. Local."""
+    """Replace torch's functions for norms and clipping; later calls do nothing. Local."""
     _replace(TOTAL_NORM, "get_total_norm", _over_gradients)
     _replace("clip_grad_norm_", "clip_grad_norm_", _over_parameters)
     _replace(CLIP_BY_NORM, "clip_grads_with_norm_", _mesh_by_mesh)
@@ -62,7 +63,7 @@ def _replace(name: str, public: str, made: Callable[[Callable[..., Any]], Any]) 
     """Put ``made(function)`` in place of ``clip_grad.name``, which torch exports as ``public``."""
     found = getattr(clip_grad, name)
     cell = _function_cell(found)
-    if cell is not None:  # also changes references imported before
+    if cell is not None:  # this also reaches references that programs imported earlier
         cell.cell_contents = made(cell.cell_contents)
         return
     for module, place in ((clip_grad, name), (torch.nn.utils, public)):
@@ -70,14 +71,15 @@ def _replace(name: str, public: str, made: Callable[[Callable[..., Any]], Any]) 
 
 
 def _function_cell(wrapper: Any) -> CellType | None:
-    """The closure cell in which torch's no_grad wrapper holds its function."""
+    """Return the closure cell in which torch's no_grad wrapper holds its function, or None."""
     names, cells = wrapper.__code__.co_freevars, wrapper.__closure__
     return cells[0] if names == ("func",) and cells else None
 
 
 def _mesh_by_mesh(theirs: Callable[..., None]) -> Callable[..., None]:
-    """An elementwise function, called separately for plain tensors and for each mesh's DTensors;
-    not called without gradients, for which torch's ``clip_grad_value_`` raises.
+    """Return a function that calls the elementwise function ``theirs`` separately for plain tensors
+    and for each mesh's DTensors. If no parameter has a gradient, ``theirs`` is not called, because
+    torch's ``clip_grad_value_`` would raise.
     """
 
     def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
@@ -92,8 +94,8 @@ def _mesh_by_mesh(theirs: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_not_stepped(units: Iterable[Any]) -> None:
-    """``RuntimeError`` if a unit (or None) has stepped in backward, so that it has no gradients to
-    clip. Local.
+    """Raise ``RuntimeError`` if a unit's optimizer steps in backward, because such a unit has no
+    gradients left to clip. Entries of ``units`` may be None. Local.
     """
     for unit in units:
         if unit is not None and unit.stepper is not None:
@@ -175,9 +177,11 @@ def _sharded_norm(
     norm_type: float,
     foreach: bool | None,
 ) -> Tensor:
-    """The global norm, 0-dim. ``tensors[i]`` lies in the shard of unit ``owners[i]``; one without
-    an owner is torch's DTensor, or whole on every rank. ``units`` are the same on all ranks, or of
-    the same groups. Collective over the units' groups. ``ValueError``: ``norm_type < 0``.
+    """Return the global norm as a 0-dim tensor. Collective over the units' groups.
+
+    ``tensors[i]`` lies in the shard of unit ``owners[i]``. A tensor without an owner is a DTensor,
+    or is whole and equal on every rank. All ranks must pass the same ``units``, or units of the
+    same groups. ``ValueError``: ``norm_type < 0``.
     """
     if norm_type < 0:
         raise ValueError(f"norm_type of sharded tensors must be >= 0, got {norm_type}")
@@ -199,8 +203,9 @@ def _sharded_norm(
 
 
 def _with_others(units: Iterable[Any]) -> list[Any]:
-    """These units and the others of their models, in the same order on all ranks, because other
-    ranks may pass tensors of which this rank holds no element and no gradient.
+    """Return all units of the models to which ``units`` belong, in the same order on all ranks.
+
+    Other ranks may pass tensors of units of which this rank holds no element and no gradient.
     """
     found: dict[Any, None] = {}
     for unit in units:
@@ -210,8 +215,10 @@ def _with_others(units: Iterable[Any]) -> list[Any]:
 
 
 def _absent_units() -> list[Any]:
-    """For a call without tensors: the units of a sharded model of which other ranks may have passed
-    some tensors. Only the units' groups matter.
+    """Return the units over whose groups this rank must take part in a collective norm, although it
+    called ``get_total_norm`` without tensors. They are the units of a model of which this rank
+    lacks some parameters: other ranks may have passed gradients of these parameters. Of models with
+    the same groups, the first one is chosen.
 
     ``RuntimeError`` on all ranks of all groups if several such models are in different groups.
     """
@@ -229,20 +236,22 @@ def _absent_units() -> list[Any]:
 
 
 def _is_left(unit: Any) -> bool:
-    """Whether the unit's group was destroyed, so that the model cannot train any more."""
+    """Whether the unit's process group was destroyed, so that the model cannot train any more."""
     return unit.groups.shard_pg is not None and is_destroyed(unit.groups.shard_pg)
 
 
 def _check_seen(tensors: Sequence[Tensor], owners: dict[int, Any]) -> None:
-    """``RuntimeError`` on all ranks if some rank may have been given only tensors without a shard
-    among them: that rank would take no part in the norm.
+    """Raise ``RuntimeError`` on all ranks if some rank may have passed no tensor of the units.
+
+    Such a rank would not take part in the collective norm.
     """
     units = _with_others(owners.values())
     given = {id(tensors[i]) for i in owners}
     for comm, members in by_comm(units):
         own = [(unit, p, covers) for unit in members for p, _, covers in unit.optim_params]
         known = [each for each in own if id(each[1].grad) in given]
-        if all(p.grad is None or id(p.grad) in given for _, p, _ in own):  # the whole model's
+        # If this rank passed all gradients that it has, assume that every rank passes all of them.
+        if all(p.grad is None or id(p.grad) in given for _, p, _ in own):
             known = own
         seen: set[int] = set()
         for unit, p, covers in known:
@@ -254,7 +263,7 @@ def _check_seen(tensors: Sequence[Tensor], owners: dict[int, Any]) -> None:
 
 
 def _holders(unit: Any, covers: Sequence[int]) -> set[int]:
-    """The ranks that hold elements of the parameters ``covers``."""
+    """Return the ranks that hold elements of the parameters with the indices ``covers``."""
     spans = unit.flat.layout()["spans"] if unit.use_orig_params else []
     if not spans:
         return set(range(unit.groups.shard.world))
@@ -275,7 +284,10 @@ def _refuse_unknown(units: list[Any], rank: int, why: str) -> None:
 
 
 def _unit_sum(unit: Any, tensors: Sequence[Tensor], norm_type: float) -> float:
-    """This rank's sum for one unit: by the engine for its gradients, by torch for other tensors."""
+    """Return this rank's sum of powers over one unit's tensors.
+
+    The engine sums the tensors that are the unit's own gradients; torch sums all other tensors.
+    """
     places = _units[unit]
     covers = {id(grad): covers for _, grad, covers in unit.optim_params if grad is not None}
     mask = bytearray(len(unit.infos))
@@ -295,8 +307,8 @@ def _unit_sum(unit: Any, tensors: Sequence[Tensor], norm_type: float) -> float:
 
 
 def _owners(tensors: Sequence[Tensor]) -> dict[int, Any]:
-    """``{i: unit}`` for every ``tensors[i]`` that is a unit's sharded parameter, its ``.grad`` or a
-    view of either.
+    """Return ``{i: unit}`` for every ``tensors[i]`` that is a sharded parameter of a unit, the
+    parameter's ``.grad``, or a view of one of these.
     """
     known: dict[int, Any] = {}
     ranges: list[tuple[int, int, Any]] = []
@@ -325,6 +337,6 @@ def _range(tensor: Tensor, unit: Any) -> tuple[int, int, Any]:
 
 
 def _has_address(tensor: Tensor) -> bool:
-    """True for tensors with memory of their own, unlike DTensors."""
+    """Whether the tensor has a memory address that can be compared. A DTensor has none."""
     plain = type(tensor) in (Tensor, torch.nn.Parameter)
     return plain and tensor.layout is torch.strided and tensor.numel() > 0 and not tensor.is_meta

@@ -1,1 +1,1 @@
-"""Groups of ranks: which communicator, how its ranks find each other, what they send."""
+"""Groups of ranks: the choice of a communicator, the rendezvous of ranks, and their messages."""

@@ -1,15 +1,15 @@
-"""What the processes of this host do in fsdpc, and in which line of Python.
+"""The state of each process of this host: what it does in fsdpc, and at which line of Python.
 
-Each process has a board: a memfd whose first page holds what the process waits for
-(csrc/base/board.h). Another process of the same user opens the board through ``/proc/PID/fd``, also
-while the process is stopped or holds the interpreter's lock in C code. To get the Python line, it
-sends the board's owner a real-time signal, for which faulthandler writes the main thread's frames
-behind the first page: this needs no lock.
+Each process has a board: a memfd whose first page says what the process waits for
+(csrc/base/board.h). Another process of the same user can read the board through ``/proc/PID/fd``,
+even while the board's owner is stopped or holds the interpreter's lock in C code. To get the Python
+line, the reader sends the owner a real-time signal. faulthandler, which handles the signal in the
+owner, writes the main thread's frames to the end of the board without taking a lock.
 
-The signal is the first one from SIGRTMIN+11 on that has no handler. It is ignored before
-faulthandler's handler is installed, and a sender first reads in ``/proc`` whether there is a
-handler, so the signal never ends a process. System calls that it interrupts are restarted; a sleep
-in C code may end early.
+The signal is the first one from SIGRTMIN+11 on that has no handler. The signal never ends a
+process: the owner ignores it until faulthandler's handler is installed, and a sender first reads
+in ``/proc`` whether there is a handler. System calls that the signal interrupts are restarted, but
+a sleep in C code may end early.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ import torch
 
 from fsdpc import _C
 
-PAGE, BOOK_BYTES = 4096, 65536  # bytes of the board's first page; of the book (verdict.py)
+# The sizes of the board's first page and of the book, which is the memory behind that page in which
+# the ranks of a group note what they found out about a stall (verdict.py).
+PAGE, BOOK_BYTES = 4096, 65536
 FRAMES_AT = PAGE + BOOK_BYTES
 TEXT = 192
 _MAGIC = 0x3164726163736466
@@ -40,13 +42,13 @@ _LIBRARIES = tuple(
     for path in (os.path.dirname(__file__), torch.__file__)
 )
 _STANDARD = (os.path.dirname(os.path.abspath(os.__file__)) + os.sep, "<frozen")
-SAMPLE_S = 0.25  # over which a process's processor time is measured
+SAMPLE_S = 0.25  # seconds over which a process's CPU time is measured
 
 _opened_by: int | None = None
 
 
 def open_board() -> None:
-    """Open this process's board and install the handler of its signal, once. Local."""
+    """Open this process's board and install the signal's handler; later calls do nothing. Local."""
     global _opened_by
     if _opened_by == os.getpid():
         return
@@ -59,10 +61,10 @@ def open_board() -> None:
 
 @dataclass(frozen=True)
 class Process:
-    """A process, distinct from later ones with the same number."""
+    """A process. The start time distinguishes it from later processes with the same number."""
 
     pid: int
-    started: int  # in clock ticks after boot; 0: not on this host, or gone already
+    started: int  # start time in clock ticks after boot; 0: not on this host, or already ended
 
     @staticmethod
     def find(pid: int) -> Process:
@@ -72,13 +74,13 @@ class Process:
 
 @dataclass(frozen=True)
 class Status:
-    """What a process does. ``state``: "runs", "sleeps", "stopped", "dead" or "in the kernel"."""
+    """What a process is doing. ``state``: "runs", "sleeps", "stopped", "dead", "in the kernel"."""
 
     state: str
-    waits: str = ""  # the wait for other ranks, in fsdpc
-    since: float = 0.0  # seconds since that wait began, or since the last operation
-    last_operation: str = ""  # the last operation in fsdpc
-    line: str = ""  # the line of the user's Python: "train.py:41 in step"
+    waits: str = ""  # what the process waits for in fsdpc, "" if it does not wait there
+    since: float = 0.0  # seconds since the wait began; without a wait, since the last operation
+    last_operation: str = ""  # what the process did last in fsdpc
+    line: str = ""  # the line that the user's Python code is at: "train.py:41 in step"
 
     @property
     def gone(self) -> bool:
@@ -86,7 +88,10 @@ class Status:
 
 
 def status_of(process: Process, patience: float) -> Status:
-    """What another process of this host does; at most ``patience`` seconds and a bit. Local."""
+    """Return what another process of this host is doing. Local.
+
+    The call waits for the Python line for at most ``patience`` seconds.
+    """
     before = _stat(process.pid)
     if before is None or int(before[19]) != process.started or before[0] in "ZX":
         return Status("dead")
@@ -109,7 +114,7 @@ def status_of(process: Process, patience: float) -> Status:
 
 
 def own_status() -> Status:
-    """What this process does; the line is that of its main thread."""
+    """Return what this process is doing; ``line`` is the line that its main thread is at."""
     descriptor, _ = _C.board_open()
     words = read_board(descriptor)
     return Status("runs", *words, own_line())
@@ -128,7 +133,7 @@ def own_line() -> str:
 
 
 def read_board(descriptor: int) -> tuple[str, float, str]:
-    """(the wait or "", seconds since it began or since the last operation, the last operation)."""
+    """Return the fields ``waits``, ``since`` and ``last_operation`` of a board's ``Status``."""
     page = os.pread(descriptor, PAGE, 0)
     if len(page) < PAGE or _HEAD.unpack_from(page)[0] != _MAGIC:
         return "", 0.0, ""
@@ -143,7 +148,7 @@ def read_board(descriptor: int) -> tuple[str, float, str]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of ``/proc/PID/stat`` from the state on."""
+    """Return the fields of ``/proc/PID/stat``, beginning with the process's state, or None."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -164,8 +169,9 @@ def _state(before: list[str], after: list[str], seconds: float) -> str:
 
 
 def open_descriptor(pid: int) -> int | None:
-    """The board of another process, opened for reading and writing, to be closed by the caller.
-    None: the process is gone, has no board, or belongs to another user.
+    """Open the board of another process for reading and writing; the caller closes the descriptor.
+
+    None if the process has ended, has no board, or belongs to another user.
     """
     with suppress(OSError):
         folder = f"/proc/{pid}/fd"
@@ -192,7 +198,7 @@ def _request_line(pid: int, board: int, patience: float) -> str:
     while time.monotonic() < until:
         time.sleep(0.01)
         more = os.pread(board, 1 << 16, begin).decode(errors="replace")
-        if more and more == text:  # no more has come meanwhile
+        if more and more == text:  # nothing was added since the last read
             break
         text = more
     found = _FRAME.findall(text)
@@ -200,7 +206,10 @@ def _request_line(pid: int, board: int, patience: float) -> str:
 
 
 def _handles(pid: int, number: int) -> bool:
-    """Whether the process catches the signal and does not block it; else the signal may end it."""
+    """Whether the process handles the signal and does not block it.
+
+    A process without a handler might be ended by the signal.
+    """
     masks = {}
     with suppress(OSError), open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
         masks = dict(line.split(":", 1) for line in file)
@@ -209,7 +218,10 @@ def _handles(pid: int, number: int) -> bool:
 
 
 def users_line(frames: list[tuple[str, int, str]]) -> str:
-    """The innermost frame outside of fsdpc, torch and Python's library: ``train.py:41 in step``."""
+    """Return the innermost frame outside fsdpc, torch and Python's library: "train.py:41 in step".
+
+    If there is no such frame, return the innermost one outside fsdpc and torch, else "".
+    """
     for skipped in (_is_library, _is_ours_or_torch):
         for file, line, name in frames:
             if not skipped(file):
@@ -222,6 +234,9 @@ def _is_ours_or_torch(file: str) -> bool:
 
 
 def _is_library(file: str) -> bool:
-    """True for Python's library, torch and fsdpc; not for an installed package, maybe a trainer."""
+    """Whether a file belongs to Python's library, torch or fsdpc.
+
+    Other installed packages are not counted as libraries, because one may be the user's trainer.
+    """
     standard = file.startswith(_STANDARD) and f"{os.sep}site-packages{os.sep}" not in file
     return standard or _is_ours_or_torch(file)

@@ -1,36 +1,36 @@
-"""From torch's process groups to communicators of the C core.
+"""Communicators of the C core for torch's process groups.
 
 A group whose ranks all run on this host (same boot, PID and network namespace) uses shared memory
-("shm"); any other group calls back into ``torch.distributed`` ("c10d"), by sends and receives in
-the background where its backend has them, and then shares memory inside each host; a group of one
-rank needs neither ("self"). GPUs use NCCL
-("nccl", see ``nccl.py``), whatever the group's backend is.
-Communicators are kept as long as torch keeps the group.
+("shm"). Any other group calls back into ``torch.distributed`` ("c10d"). If the group's backend can
+send and receive in the background, units are exchanged by sends and receives, and ranks of one host
+also share memory. A group of one rank does not communicate ("self"). GPUs use NCCL ("nccl", see
+``nccl.py``), whatever the group's backend is. A communicator is kept as long as torch keeps the
+group.
 
-Environment, read on every rank when a group is first used; all ranks need the same values:
+Environment variables, read on every rank when a group is first used; all ranks need equal values:
 
 ``FSDPC_COLLECTIVES``  ``auto`` (default), ``shm``, ``wire``, ``c10d`` or ``nccl``. With ``c10d``
-                       torch's own counters, hooks and flight recorder see every collective, and
-                       each blocks; ``wire`` is what ``auto`` takes among several hosts. The CPU
-                       takes all but ``nccl``. On GPUs ``auto`` is ``nccl``; the others are staged
-                       through host memory, with host syncs in each collective: for several
-                       ranks on one GPU, or where there is no NCCL.
-``FSDPC_TIMEOUT``      seconds that a rank waits for others (in torch's own collectives their
-                       deadline holds), for its own GPU and for its other threads; by default 600,
-                       or 0.9 of the default group's own timeout if that is less.
+                       every collective blocks, and torch's own counters, hooks and flight recorder
+                       see it; ``wire`` is what ``auto`` chooses for several hosts. On the CPU
+                       all values but ``nccl`` are allowed. On GPUs ``auto`` means ``nccl``; the
+                       other values stage data through host memory, with host syncs in each
+                       collective, for several ranks on one GPU or machines without NCCL.
+``FSDPC_TIMEOUT``      seconds that a rank waits for other ranks, for its own GPU and for its other
+                       threads (torch's own collectives have torch's timeout); by default 600, or
+                       0.9 of the default group's own timeout if that is less.
 ``FSDPC_NCCL_REGISTER``
                        0: slots of GPUs are not registered with NCCL (default 1).
-``FSDPC_HOST``         the host's name, where another one than the system's is meant: ranks with
+``FSDPC_HOST``         the host's name, if it shall differ from the system's name: ranks with
                        different names count as ranks of different hosts, which share no memory.
 ``FSDPC_STALL``        seconds without progress after which each rank logs a table of all ranks
                        (0: no warnings; default 30).
-``FSDPC_TRUST_ORDER``  1: over a wire, skip the small message beside each collective that detects
-                       ranks whose collectives are of different units.
+``FSDPC_TRUST_ORDER``  1: over a wire, omit the small message that is sent beside each collective.
+                       The message detects ranks whose collectives are of different units.
 
 ``set_collectives`` sets ``FSDPC_COLLECTIVES`` and ``FSDPC_TRUST_ORDER`` from a program.
 
-The first communicator also installs exit handlers: at an orderly exit the process leaves its
-groups; after an uncaught exception the peers get its type and text.
+The first communicator also installs exit handlers. At an orderly exit the process leaves its
+groups; after an uncaught exception it sends the exception's type and text to its peers.
 """
 
 from __future__ import annotations
@@ -66,23 +66,23 @@ from fsdpc._torch import group_timeouts
 
 KINDS = ("auto", "shm", "wire", "c10d", "nccl")
 
-# The communicators of a group, by the GPU's number (None: the CPU).
+# For each group its communicators, by the number of this rank's GPU (None: the CPU).
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, _C.Comm]] = (
     weakref.WeakKeyDictionary()
 )
 _wanted: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-# The object that reports stalls of a communicator's ranks.
+# The object that reports stalls of each communicator's ranks.
 _followed: weakref.WeakKeyDictionary[_C.Comm, _verdict.Group] = weakref.WeakKeyDictionary()
 _live: weakref.WeakSet[_C.Comm] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Communicators of one unit.
+    """The communicators of one unit.
 
-    ``shard`` spans the ranks that share one copy of the parameters, ``replicate`` the ranks that
-    hold the same piece in different copies (None without replication). Gradients are summed over
-    both groups and divided by ``divide``, the product of their sizes.
+    ``shard`` spans the ranks that share one copy of the parameters. ``replicate`` spans the ranks
+    that hold the same shard of different copies; it is None without replication. Gradients are
+    summed over both groups and divided by ``divide``, the product of the groups' sizes.
     """
 
     shard: _C.Comm
@@ -104,10 +104,10 @@ def make_groups(
     *,
     device: int | None = None,
 ) -> Groups:
-    """Communicators for a sharding strategy on a GPU, or on the CPU (None). Collective over both
-    groups.
+    """Return the communicators for a sharding strategy. Collective over both groups.
 
-    ``NO_SHARD`` replicates over ``shard_pg``. Otherwise only ``replicate_pg`` makes replicas.
+    ``device`` is the number of this rank's GPU, or None for the CPU. ``NO_SHARD`` replicates over
+    ``shard_pg``. With any other strategy there are replicas only over ``replicate_pg``.
     """
     if strategy is ShardingStrategy.NO_SHARD:
         if replicate_pg is not None:
@@ -127,14 +127,15 @@ def make_groups(
 def comm_for_group(
     pg: dist.ProcessGroup, *, kind: str | None = None, device: int | None = None
 ) -> _C.Comm:
-    """The communicator of a process group, made on first use and kept as long as torch keeps `pg`.
+    """Return a group's communicator, made at first use and kept as long as torch keeps ``pg``.
 
     Collective over ``pg``. A group has one communicator for the CPU (``device`` None) and one for
     GPUs, for which each rank gives its own GPU's number. ``kind`` overrides ``FSDPC_COLLECTIVES``
-    (ignored if the group has a communicator already). ``ValueError``: ``shm`` is chosen although
-    the ranks are on several hosts, or the kind does not support this device's memory.
-    ``MismatchError``: the ranks' environments differ. ``CommTimeout`` names the missing ranks;
-    ``NotImplementedError``: no such GPU or no NCCL here; ``PeerError``: another rank has none.
+    and is ignored if the group already has a communicator. ``ValueError``: ``shm`` is chosen
+    although the ranks are on several hosts, or the kind does not support this device's memory.
+    ``MismatchError``: the ranks' environments differ. ``CommTimeout`` names the missing ranks.
+    ``NotImplementedError``: this rank has no such GPU or no NCCL. ``PeerError``: another rank has
+    no such GPU or no NCCL.
     """
     comms = _comms.setdefault(pg, {})
     comm = comms.get(device)
@@ -149,16 +150,19 @@ def comm_for_group(
 
 
 def comm_for_host(pg: dist.ProcessGroup) -> _C.Comm:
-    """A communicator for arrays in host memory: one that the group has, for whatever device, or a
-    new one for the CPU. Collective over ``pg`` if it has none; errors as in ``comm_for_group``.
+    """Return a communicator for arrays in host memory: any one that the group has, or a new one for
+    the CPU. Collective over ``pg`` if the group has no communicator yet. Errors are those of
+    ``comm_for_group``.
     """
     return next(iter(_comms.get(pg, {}).values()), None) or comm_for_group(pg)
 
 
 def comm_beside(pg: dist.ProcessGroup) -> _C.Comm | None:
-    """A new communicator of the same ranks, for another thread; ``None`` where the ranks do not
-    share memory: the thread then needs a process group of its own. Collective over ``pg``, by the
-    communicator that the group has for the CPU or gets now, which knows at once which rank is dead.
+    """Return a new communicator of the ranks of ``pg``, for another thread of each process.
+
+    None if the ranks do not share memory; the thread then needs its own process group. Collective
+    over ``pg``. The ranks exchange messages through the group's communicator for the CPU, which is
+    made if there is none. That communicator detects dead ranks at once.
     """
     kind = "auto" if os.environ.get("FSDPC_COLLECTIVES") == "nccl" else None
     comm = comm_for_group(pg, kind=kind)
@@ -175,7 +179,7 @@ def comm_beside(pg: dist.ProcessGroup) -> _C.Comm | None:
 
 
 def is_destroyed(pg: dist.ProcessGroup) -> bool:
-    """Whether the group was destroyed; torch's caches may keep the object. Local."""
+    """Whether the group was destroyed. Its object may still exist in torch's caches. Local."""
     try:
         dist.get_backend(pg)
     except ValueError:
@@ -184,19 +188,20 @@ def is_destroyed(pg: dist.ProcessGroup) -> bool:
 
 
 def set_collectives(kind: str, *, trust_order: bool = False) -> None:
-    """How ranks exchange gathered values and gradients, for models sharded from now on.
+    """Choose how ranks exchange gathered values and gradients, for models sharded from now on.
 
-    ``kind``: ``"auto"`` (shared memory among the ranks of a host, a wire otherwise),
-    ``"shm"``, ``"wire"`` (torch's sends and receives, in the background), ``"c10d"`` (torch's
-    blocking collectives, which its counters, debug modes, flight recorder and fake process groups
-    see) or ``"nccl"``; GPUs use NCCL with ``"auto"`` and ``"nccl"``, and copies in host memory with
-    the others. ``trust_order`` skips the small message beside each collective over a wire that
-    detects ranks whose collectives are of different units; without the check such
-    ranks get wrong values or hang. Sets ``FSDPC_COLLECTIVES`` and ``FSDPC_TRUST_ORDER``, which
-    children inherit.
+    ``kind``: ``"auto"`` (shared memory among the ranks of a host, otherwise a wire),
+    ``"shm"`` (shared memory), ``"wire"`` (torch's sends and receives, in the background),
+    ``"c10d"`` (torch's blocking collectives, which torch's counters, debug modes, flight recorder
+    and fake process groups see) or ``"nccl"``. GPUs use NCCL with ``"auto"`` and ``"nccl"``; with
+    the other kinds their data is staged through host memory. ``trust_order``: over a wire, send no
+    small message beside each collective. These messages detect ranks whose collectives are of
+    different units. Without the messages such ranks get wrong values or hang. The function sets
+    ``FSDPC_COLLECTIVES`` and ``FSDPC_TRUST_ORDER``, which child processes inherit.
 
-    Local, but every rank must do the same. ``ValueError``: no such kind. ``RuntimeError``: a model
-    was sharded over a group by another kind already, which that group keeps.
+    Local, but every rank must make the same call. ``ValueError``: there is no such kind.
+    ``RuntimeError``: a model was already sharded over a group that uses another kind. A group keeps
+    its kind.
     """
     kind = _read_kind(kind)
     for pg, before in _wanted.items():
@@ -211,14 +216,16 @@ def set_collectives(kind: str, *, trust_order: bool = False) -> None:
 
 
 def trust_order() -> bool:
-    """Whether the check of the ranks' turns is off; read when a tree of units is made."""
+    """Whether ranks trust that their collectives have one order, and do not compare it. This is
+    read when a tree is made.
+    """
     return os.environ.get("FSDPC_TRUST_ORDER") == "1"
 
 
 @cache
 def _alone(device: int | None) -> _C.Comm:
-    """The communicator of one rank: the same for all groups, so that their units share a tree's
-    slots.
+    """Return the communicator of a single rank. All groups of one rank get the same communicator,
+    so that their units can share the slots of a tree.
     """
     if device is not None:
         _say_note(device)
@@ -227,14 +234,14 @@ def _alone(device: int | None) -> _C.Comm:
 
 @cache
 def _say_note(device: int) -> None:
-    """Logs the note on a GPU, once a process."""
+    """Log the engine's note on a GPU, if there is one, once in each process."""
     note = _C.cuda_device(device)["note"]
     if note:
         logging.getLogger("fsdpc").warning(note)
 
 
 def _numbered(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> tuple[_C.Comm, str]:
-    """As ``_make_comm``; errors also say by which numbers they call the group's ranks."""
+    """Call ``_make_comm``, and let messages that name ranks say how the group numbers them."""
     numbers = numbers_of(pg)
     try:
         comm, wanted = _make_comm(pg, kind, device)
@@ -248,7 +255,7 @@ def _numbered(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> tu
 
 
 def _make_comm(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> tuple[_C.Comm, str]:
-    """The communicator, and the requested kind."""
+    """Return the new communicator, and the kind that was requested."""
     if pg.size() > 1 and device is None and dist.get_backend(pg) != "fake":
         return _make_cpu(pg, kind)
     wanted, timeout = _read_kind(kind), read_timeout()
@@ -265,14 +272,15 @@ def _make_comm(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> t
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank sends to the others of its group before the rendezvous."""
+    """The message that each rank sends to the other ranks of its group before the rendezvous."""
 
     wanted: str
     timeout: str
     host: str
     pid: str
     name: str
-    # Errors of this rank: a refusal fails all ranks, an obstacle only a group over shared memory.
+    # Errors of this rank: a refusal fails all ranks, an obstacle fails them only if the group is to
+    # use shared memory.
     refusal: str = ""
     obstacle: str = ""
 
@@ -325,8 +333,9 @@ def _connect(
 
 
 def _share_hosts(comm: _C.Comm, everyone: list[_Offer], hosts: list[str], timeout: float) -> str:
-    """Make memory that the ranks of each host share. Returns the name of this host's segment, or ""
-    if some host cannot share memory: then none does.
+    """Make memory that the ranks of each host share. Return the name of this host's segment.
+
+    If the ranks of one host cannot share memory, no host's ranks do, and the result is "".
     """
     for rank, each in enumerate(everyone):
         if each.obstacle and hosts.count(each.host) > 1:
@@ -344,8 +353,9 @@ def _share_hosts(comm: _C.Comm, everyone: list[_Offer], hosts: list[str], timeou
 def _follow(
     comm: _C.Comm, pg: dist.ProcessGroup, name: str, pids: list[int]
 ) -> _verdict.Group | None:
-    """Reports of the group's stalls, for as long as the communicator lives. ``None``: there are
-    no reports, because another rank's board cannot be read.
+    """Start to report stalls of the group, for as long as the communicator exists.
+
+    None if there are no reports, because the first rank's board cannot be opened.
     """
     try:
         stall = _verdict.read_stall()
@@ -365,8 +375,10 @@ def _channel_of(pg: dist.ProcessGroup, name: str, timeout: float) -> Channel | N
 
 
 def _offer(kind: str | None, world: int) -> tuple[_Offer, Exception | None]:
-    """This rank's offer, with its errors as text: the others get them from the collective, in which
-    they would otherwise wait until the deadline.
+    """Return this rank's offer, and this rank's error, if there is one.
+
+    The offer contains the error's text. The other ranks receive this text in the collective;
+    without the offer they would wait there until the deadline.
     """
     pid, name = str(os.getpid()), uuid.uuid4().hex
     try:
@@ -377,7 +389,7 @@ def _offer(kind: str | None, world: int) -> tuple[_Offer, Exception | None]:
     except ValueError as error:
         return _Offer("", "0", "", pid, name, refusal=_one_line(error)), error
     host = this_host()
-    with suppress(OSError, _C.CommError):  # then tables of stalled ranks have less of this one
+    with suppress(OSError, _C.CommError):  # without a board, stall tables say less of this rank
         _board.open_board()
     try:
         if wanted not in ("wire", "c10d"):
@@ -396,9 +408,10 @@ def _refuse_nccl(wanted: str) -> None:
 
 
 def _try_segment(world: int, timeout: float) -> None:
-    """Makes and frees what a rank needs for the rendezvous: the segment, and as many descriptors as
-    rank 0 has open meanwhile (a socket and a pidfd of each peer, the listener, the memory, the
-    watcher's).
+    """Check that this rank can allocate what the rendezvous needs: allocate it, then free it.
+
+    The rendezvous needs the shared segment. Rank 0 also needs file descriptors: a socket and a
+    pidfd for each peer, and those of the listener, of the memory and of the watcher.
     """
     _C.Comm.shm(0, 1, "fsdpc-try", timeout).close()
     opened = []
@@ -431,8 +444,8 @@ def _make_nccl(pg: dist.ProcessGroup, timeout: float, device: int) -> _C.Comm:
 
 
 def _make_staged(pg: dist.ProcessGroup, wanted: str, device: int) -> _C.Comm:
-    """Return a communicator that stages GPU memory through host memory, over the group's CPU
-    communicator, which is made here if there is none.
+    """Return a communicator that stages GPU memory through host memory. It communicates through the
+    group's CPU communicator, which is made if there is none.
     """
     comm = comm_for_group(pg, kind=wanted).staged(device)
     logging.getLogger("fsdpc").warning(
@@ -451,8 +464,10 @@ def _read_kind(kind: str | None) -> str:
 
 
 def read_timeout() -> float:
-    """Seconds that a rank waits for others: ``FSDPC_TIMEOUT``, else 600, or less if torch's
-    collectives give up earlier: their errors name no rank. Local.
+    """Return the seconds that a rank waits for other ranks: ``FSDPC_TIMEOUT``, by default 600.
+
+    The default is shorter if torch's collectives would time out earlier, because torch's errors do
+    not name the missing ranks. Local.
     """
     limits = [_C.DEFAULT_TIMEOUT, *(0.9 * seconds for seconds in group_timeouts())]
     text = os.environ.get("FSDPC_TIMEOUT") or str(min(limits))
@@ -466,12 +481,14 @@ def read_timeout() -> float:
 
 
 def this_host() -> str:
-    """Where this process runs: equal for processes that can share memory and see each other die."""
+    """Return a name of the host that is equal for processes that can share memory and open pidfds
+    of each other.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
         spaces = [f"{name}:{os.stat(f'/proc/self/ns/{name}').st_ino}" for name in ("pid", "net")]
-    except OSError:  # no Linux procfs: no other process counts as being on this host
+    except OSError:  # without Linux's procfs every process counts as a host of its own
         return f"{socket.gethostname()} process {os.getpid()} {uuid.uuid4().hex}"
     return " ".join([os.environ.get("FSDPC_HOST") or socket.gethostname(), boot, *spaces])
 
@@ -479,12 +496,12 @@ def this_host() -> str:
 # --- the end of the process ----------------------------------------------------------------------
 
 _prepared_pid: int | None = None
-# Called with an exception that ends the process, before its peers and the user get the text.
+# Functions that are called with an uncaught exception, before its text goes to peers and the user.
 ON_UNCAUGHT: list[Callable[[BaseException], None]] = []
 
 
 def _prepare_end() -> None:
-    """Once in a process: let the peers learn how this process ends."""
+    """Install the handlers by which peers learn how this process ends, once in each process."""
     global _prepared_pid
     if _prepared_pid == os.getpid():
         return
@@ -493,12 +510,13 @@ def _prepare_end() -> None:
     _chain_excepthook()
     from multiprocessing import parent_process, util
 
-    if parent_process() is not None:  # children of multiprocessing run neither atexit nor the hook
+    # Children of multiprocessing run neither atexit handlers nor sys.excepthook.
+    if parent_process() is not None:
         util.Finalize(None, _end_of_child, exitpriority=100)
 
 
 def _own_comms() -> list[_C.Comm]:
-    """Communicators that this process made and may break; in a forked child there are none."""
+    """Return the communicators that this process made and may end; none in a forked child."""
     return list(_live) if _prepared_pid == os.getpid() else []
 
 
@@ -515,7 +533,8 @@ def _abort(error: BaseException) -> None:
     text = _last_words(error)
     write_error_file(error)
     _nccl.publish(text)
-    # A rank that fails because of another one is no cause, but may be the first to see a death.
+    # A rank that fails because of another rank publishes nothing to ``wires``. A report of a rank's
+    # death is published, because this rank may be the first to report the death.
     cause = not follows(error) or " died while " in text
     for wire in list(wires) if cause and _prepared_pid == os.getpid() else []:
         wire.publish(text)
@@ -524,7 +543,10 @@ def _abort(error: BaseException) -> None:
 
 
 def _last_words(error: BaseException) -> str:
-    """One line of the error, with the first line of its first note: the place of a shortage."""
+    """Return the error in one line: its first line, and the first line of its first note.
+
+    After a failed allocation, that note says what the program was doing.
+    """
     notes = [line for note in getattr(error, "__notes__", []) for line in note.splitlines()[:1]]
     return "; ".join([_one_line(error), *notes[:1]])
 
@@ -542,7 +564,10 @@ def _chain_excepthook() -> None:
 
 
 def _end_of_child() -> None:
-    """Runs while the exception that ends a child process, if any, is still being handled."""
+    """End a child of multiprocessing: abort if an exception ends it, else leave in good order.
+
+    The function runs while such an exception is still being handled.
+    """
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):  # torch.multiprocessing turns exceptions into sys.exit(1)
         error = error.__context__ if error.code else None

@@ -1,9 +1,10 @@
 """The host channel of ranks on GPUs: an all-gather of bytes through the group's store.
 
-Rank 0 collects all pieces and stores them as one, so that the store's work grows with the number of
-ranks and not with its square. Every wait has the deadline ``FSDPC_TIMEOUT`` and ends in an error
-that names the missing ranks. A rank that fails writes its error into the store, and the others'
-waits raise this text. Keys of a round are deleted once the next round is over.
+Rank 0 collects all ranks' pieces and stores them under one key, so that the store's work grows with
+the number of ranks and not with its square. A wait that exceeds ``FSDPC_TIMEOUT`` raises an error
+that names the missing ranks. A rank that fails writes its error text into the store, and the waits
+of all other ranks raise an error with this text. The keys of a round are deleted at the end of the
+next round.
 """
 
 from __future__ import annotations
@@ -25,35 +26,38 @@ from fsdpc._torch import process_group_store
 
 LEFT = "left in good order"
 _LONGEST_NAP_S = 0.05
-_PEERS_S = 0.2  # between a waiting rank's checks for peers that failed or left
+_PEERS_S = 0.2  # seconds between a waiting rank's checks for peers that have failed or left
 _LENGTH = struct.Struct("<Q")
-_EXIT_S = 5  # timeout of messages at exit, when the store may be gone
+_EXIT_S = 5  # seconds to reach the store when this process ends; the store may be gone by then
 
 
 def store_of(pg: dist.ProcessGroup) -> Any:
-    """The store that torch keeps for a group, ``None`` where there is none."""
+    """Return the store that torch keeps for a group, or None if there is none."""
     if process_group_store is None or dist.get_backend(pg) == "fake":
         return None
     return process_group_store(pg)
 
 
 def numbers_of(pg: dist.ProcessGroup) -> str:
-    """What messages say of the ranks' numbers in the group; empty if those are the program's."""
+    """Return a note for messages that says how the group numbers its ranks.
+
+    The note is empty if the ranks have the same numbers in the group as in the program.
+    """
     ranks: list[int] = []
-    with suppress(KeyError):  # a group that torch does not know
+    with suppress(KeyError):  # torch may not know the group
         ranks = dist.get_process_group_ranks(pg)
     here = list(range(len(ranks)))
     return "" if ranks == here else f"ranks {spans(ranks)} are called {spans(here)} here"
 
 
 def program_rank() -> int:
-    """This rank's number in the program; 0 without process groups."""
+    """Return this rank's number in the program; 0 if ``torch.distributed`` is not initialized."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def this_rank(comm: _C.Comm | None = None) -> str:
-    """What messages call this rank: its number in the program, and that in the communicator's group
-    if the group has numbers of its own. Local.
+    """Return the name of this rank in messages: its number in the program, followed by its number
+    in the communicator's group if the group numbers its ranks in another way. Local.
     """
     number = program_rank()
     return (
@@ -62,16 +66,18 @@ def this_rank(comm: _C.Comm | None = None) -> str:
 
 
 def numbers_in(comm: _C.Comm) -> str:
-    """What ends a message that calls ranks by their numbers in the communicator. Local."""
+    """Return a note for the end of a message in which ranks have the communicator's numbers, or ""
+    if the program gives the ranks the same numbers. Local.
+    """
     return f" ({comm.numbers})" if comm.numbers else ""
 
 
 class Channel:
-    """All-gathers of bytes among the ranks of a group under keys of its own. ``numbers``: see
-    ``numbers_of``.
+    """All-gathers of bytes among the ranks of a group, through the group's store.
 
-    An instance is the ``exchange`` argument of ``Comm.nccl``. One thread at a time; another thread
-    may call ``failure`` through a connection of its own (``for_watching``).
+    Each channel has its own prefix of keys. ``numbers``: the result of ``numbers_of``. A channel is
+    the ``exchange`` argument of ``Comm.nccl``. Only one thread may use a channel at a time; a
+    watching thread uses a second channel with its own connection (``for_watching``).
     """
 
     def __init__(
@@ -84,20 +90,20 @@ class Channel:
         name: str,
         numbers: str = "",
     ) -> None:
-        self._base = store  # kept: the store's server may live in this process
+        self._base = store  # keeps the store alive: its server may be in this process
         self._store = dist.PrefixStore(prefix, store)
         self.rank, self.world, self.timeout, self.name = rank, world, timeout, name
         self.numbers = numbers
         self._round = 0
-        self.known: str | None = None  # another rank's failure, set by the watching thread
+        self.known: str | None = None  # text of another rank's failure; the watching thread sets it
 
     def renamed(self, prefix: str) -> Channel:
-        """A channel of the same ranks under other keys."""
+        """Return a channel among the same ranks under another prefix of keys."""
         options = (self.rank, self.world, self.timeout, self.name, self.numbers)
         return Channel(self._base, prefix, *options)
 
     def __call__(self, memory: np.ndarray, piece_bytes: int, what: str) -> None:
-        """All-gather in place: ``memory`` is 1-D, uint8, ``piece_bytes`` bytes for each rank."""
+        """All-gather in place. ``memory`` is a 1-D uint8 array, ``piece_bytes`` bytes per rank."""
         begin = self.rank * piece_bytes
         pieces = self.gather(memory[begin : begin + piece_bytes].tobytes(), what)
         for rank, piece in enumerate(pieces):
@@ -109,13 +115,15 @@ class Channel:
         memory[:] = np.frombuffer(b"".join(pieces), dtype=np.uint8)
 
     def gather(self, mine: bytes, what: str) -> list[bytes]:
-        """Every rank's bytes. Collective. ``CommError``: a rank or the store fails or is late."""
+        """Return the bytes of all ranks. Collective. ``CommError``: a rank or the store fails or is
+        late.
+        """
         try:
             return self._gather(mine, what)
         except _C.CommError as error:
             self.publish(f"rank {self.rank} gave up: {error}")
             raise
-        except RuntimeError as error:  # torch's errors of stores and connections: no way to publish
+        except RuntimeError as error:  # the store fails: nothing can be published
             raise _C.CommError(
                 f"{what}: rank {self.rank}: the process group's store does not respond "
                 f"(communicator {self.name}); the process that hosts the store, mostly rank 0's, "
@@ -134,14 +142,15 @@ class Channel:
         else:
             self._await([everything], keys, what)
             pieces = self._split(self._store.get(everything), what)
-        if number > 0:  # all ranks are in this round, so none reads the one before
+        # All ranks are in this round, so no rank reads the keys of the round before.
+        if number > 0:
             self._store.delete_key(f"{number - 1}/{self.rank}")
             if self.rank == 0:
                 self._store.delete_key(f"{number - 1}/all")
         return pieces
 
     def _split(self, everything: bytes, what: str) -> list[bytes]:
-        """The inverse of ``_joined``; ``CommError`` for other bytes."""
+        """Undo ``_joined``. ``CommError`` if ``everything`` is not a result of ``_joined``."""
         lengths_end = _LENGTH.size * self.world
         if len(everything) >= lengths_end:
             lengths = [n for (n,) in _LENGTH.iter_unpack(everything[:lengths_end])]
@@ -159,7 +168,7 @@ class Channel:
         return [self._store.get(key) for key in keys]
 
     def _await(self, wanted: list[str], keys: list[str], what: str) -> None:
-        """Waits until all keys in ``wanted`` exist; ``keys`` are those of the ranks, for errors."""
+        """Wait until all keys in ``wanted`` exist. ``keys[r]`` is rank r's key, for errors."""
         begun = checked = time.monotonic()
         nap = 0.0002
         while not self._store.check(wanted):
@@ -183,7 +192,7 @@ class Channel:
             return
         owed = {rank: [keys[rank]] for rank in self._absent(keys)}
         if self.rank != 0:
-            owed[0] = wanted  # rank 0 may have left before it collected
+            owed[0] = wanted  # rank 0 may have left before it stored all pieces
         for rank, missing in owed.items():
             if self._store.check([f"left/{rank}"]) and not self._store.check(missing):
                 raise _C.PeerError(
@@ -192,7 +201,7 @@ class Channel:
                 )
 
     def _absent(self, keys: list[str], first: int = 0) -> list[int]:
-        """Ranks whose keys are missing, by bisection, because few of many are missing."""
+        """Return the ranks whose keys are missing. Bisection is fast, as few keys are missing."""
         if self._store.check(keys):
             return []
         half = len(keys) // 2
@@ -207,47 +216,53 @@ class Channel:
     # --- how ranks end ---------------------------------------------------------------------------
 
     def failure(self) -> str | None:
-        """The error text of the first rank that failed. Local; ``RuntimeError`` without a store."""
+        """Return the error text of the first rank that failed, or None. Local.
+
+        ``RuntimeError`` if the store does not answer.
+        """
         if not self._store.check(["failed"]):
             return None
         return self._store.get("failed").decode(errors="replace")
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has left in good order. Local; ``RuntimeError`` without a store."""
+        """Whether a rank has left in good order. Local.
+
+        ``RuntimeError`` if the store does not answer.
+        """
         return self._store.check([f"left/{rank}"])
 
     def publish(self, text: str) -> None:
-        """Publishes this rank's failure to the others; only the first failure counts. Local."""
+        """Publish this rank's failure to the other ranks; only the first failure counts. Local."""
         self._say(lambda store: store.compare_set("failed", "", text))
 
     def leave(self) -> None:
-        """Publishes that this rank leaves in good order. Local."""
+        """Publish that this rank leaves in good order. Local."""
 
         def words(store: Any) -> None:
             store.set(f"left/{self.rank}", "1")
-            store.set("left", "1")  # one check for all ranks, before those for each
+            store.set("left", "1")  # waiting ranks check this key before those of each rank
 
         self._say(words)
 
     def for_watching(self) -> Channel:
-        """A channel with the same keys and a connection of its own, for the watching thread."""
+        """Return a channel with the same keys and its own connection, for the watching thread."""
         twin = self.renamed("")
         twin._store = self._parallel()
         return twin
 
     def for_stalls(self) -> Any:
-        """The store of this channel's keys, for messages other than all-gathers."""
+        """Return the store under this channel's prefix, for messages other than all-gathers."""
         return self._store
 
     def _say(self, words: Callable[[Any], Any]) -> None:
-        """Best effort: the store may be gone, which is no error."""
+        """Call ``words`` with a connection to the store. Ignore errors: the store may be gone."""
         try:
             words(self._parallel(timedelta(seconds=_EXIT_S)))
         except Exception:
             pass
 
     def _parallel(self, timeout: timedelta | None = None) -> Any:
-        """A second connection, which torch tries to make for ``timeout`` or the store's own."""
+        """Open a second connection to the store, within ``timeout`` or the store's own timeout."""
         clone = getattr(self._store, "clone", None)
         if clone is None:
             return self._store

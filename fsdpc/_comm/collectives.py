@@ -1,9 +1,9 @@
-"""What a "c10d" communicator calls: torch's collectives, and its sends and receives.
+"""The callbacks of a "c10d" communicator: torch's collectives, and torch's sends and receives.
 
-Units of ranks on several hosts travel by sends and receives in the background (``post``, ``land``;
-csrc/comm/flight.h), whose waits end at ``FSDPC_TIMEOUT`` and name the rank that did not come. A
-connection that ends is an error at once, which names the rank behind it. All other collectives
-are torch's, with torch's deadline.
+Ranks on several hosts exchange units by sends and receives in the background (``post``, ``land``;
+csrc/comm/flight.h). A wait for such a transfer fails after ``FSDPC_TIMEOUT`` with an error that
+names the missing rank. If a connection ends, the error is raised at once and names the rank at its
+other end. All other collectives are torch's and have torch's timeout.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ from fsdpc._comm.table import report, table
 from fsdpc._comm.texts import ALL_GATHER
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# Renamed and looked up as ALL_GATHER is.
+# The name of torch's function, which differs between versions of torch. The function itself is
+# looked up at each call: see ALL_GATHER in texts.py.
 _REDUCE_SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
-# Words of backends for a rank that did not come, or whose connection has ended.
+# Words in backends' error texts: for a rank that is late, and for a rank whose connection ended.
 _LATE = ("timed out", "timeout")
 _LOST = (*_LATE, "closed", "reset by peer", "broken pipe", "refused")
-# The tag of the first message from rank to rank; comm_flight.c has the other tags.
+# The tag of the trial in _sends_in_background; comm_flight.c has the tags of all other messages.
 _TRIAL_TAG = (1 << 30) - 2
-# Seconds: between looks of the thread that watches other hosts; for a table beyond the answers'
-# time; for the reason why a connection has ended; after which a silent store counts as gone.
+# All in seconds. _LONGEST_PAUSE_S: the longest pause between two checks of the watching thread.
+# _SPARE_S: how much longer a rank waits for the table than for the hosts' answers.
+# _REASON_S: how long a rank waits for another rank to publish why a connection has ended.
+# _SILENCE_S: a store that has not answered for this long counts as gone.
 _LONGEST_PAUSE_S, _SPARE_S, _REASON_S, _SILENCE_S = 1.0, 1.0, 0.7, 1.0
 
 T = TypeVar("T")
@@ -49,10 +52,11 @@ wires: weakref.WeakSet[Collectives] = weakref.WeakSet()
 
 
 class Collectives:
-    """The callbacks of one group; `memory` is a 1-D array of bytes, valid during the call.
+    """The callbacks of one group. Each ``memory`` is a 1-D array of bytes, valid during the call.
 
-    ``flies``: units are exchanged by sends and receives, if the backend has them. ``timeout``:
-    seconds that these may take. ``locations``: where all ranks run, for errors.
+    ``flies``: units are exchanged by sends and receives, if the backend supports these in the
+    background. ``timeout``: the seconds that sends and receives may take. ``locations``: where the
+    ranks run, for error messages.
     """
 
     def __init__(
@@ -64,31 +68,34 @@ class Collectives:
         timeout: float = _C.DEFAULT_TIMEOUT,
         locations: Sequence[Location] = (),
     ) -> None:
-        self._pg = weakref.ref(pg)  # a communicator must not keep a destroyed group
+        self._pg = weakref.ref(pg)  # a communicator must not keep a destroyed group alive
         self._rank = pg.rank()
         self.flies = flies and _sends_in_background(pg)
         self._timeout = timeout
         self._locations = locations
-        self._channel = channel  # by which a rank that fails sends the reason
-        # Made now: while a rank fails, a new connection may take as long as the store's timeout.
+        self._channel = channel  # a rank that fails publishes the reason through this channel
+        # The channel is connected now, because once a rank has failed, connecting may take as long
+        # as the store's timeout.
         self._asking = channel.for_watching() if channel else None
         self.stalls: _verdict.Group | Hosts | None = None
-        # Transfers given up, kept only while the group works: after a failure connections must end.
+        # Transfers that were given up. They are kept only until the group fails, because then the
+        # connections must end.
         self._given_up: Transfers = []
         self._broken = False
-        self._late: list[int] = []  # the ranks for which this rank waited in vain, if known
+        self._late: list[int] = []  # the ranks for which a wait of this rank timed out, if known
         wires.add(self)
 
     def publish(self, text: str) -> None:
-        """This rank's failure, for the errors of the others. Local; never raises."""
+        """Publish this rank's failure for the other ranks' error messages. Local; never raises."""
         if self._channel is not None:
             self._channel.publish(f"rank {self._rank} gave up: {text}")
 
     # --- what is known of a failure ---------------------------------------------------------------
 
     def _reason(self) -> str:
-        """What another rank has published, or publishes within ``_REASON_S`` seconds, or "": a rank
-        that raises publishes the reason before its connections end, but over another connection.
+        """Return the failure that another rank has published, else "". Wait for the failure for up
+        to ``_REASON_S`` seconds. A rank that raises publishes the reason in the store before its
+        connections end, but this rank may see the end of the connections first.
         """
         until = time.monotonic() + _REASON_S
         if isinstance(self.stalls, Hosts) and not self.stalls.answers:
@@ -106,8 +113,10 @@ class Collectives:
         return _within(_REASON_S, ask) or ""
 
     def _why(self, late: list[int] | None) -> str:
-        """What is known of a collective that failed: ``late`` are the ranks that have not come, as
-        far as they are known; None: another rank has ended the collective.
+        """Return what is known of the cause of a failed collective, else "".
+
+        ``late`` are the ranks that are known to be late; None if the collective did not time out,
+        but another rank has ended it.
         """
         reason = self._reason()
         if reason or late is None:
@@ -119,7 +128,7 @@ class Collectives:
 
     @contextmanager
     def _shown(self, what: str) -> Iterator[None]:
-        """Publish what this rank waits for; an error has the reason, as far as is known."""
+        """Show on the board what this rank waits for; add the cause, if known, to an error."""
         _C.board_begin(what)
         try:
             yield
@@ -133,7 +142,7 @@ class Collectives:
                 if note and note not in str(error):
                     error.add_note(note)
             raise
-        except BaseException as error:  # Ctrl-C, which the program may catch and go on
+        except BaseException as error:  # Ctrl-C, after which the program may go on
             self._break()
             self.publish(f"{type(error).__name__} in {what}")
             raise
@@ -182,8 +191,9 @@ class Collectives:
     # --- transfers in the background --------------------------------------------------------------
 
     def post(self, moves: list[tuple[np.ndarray, int, bool]], tag: int, what: str) -> Transfers:
-        """Begin sends and receives with one tag; a move is (memory, rank of the group, send). The
-        memory stays valid until all have landed, or for ever.
+        """Begin sends and receives with one tag. A move is (memory, rank in the group, whether to
+        send). The caller keeps the memory until all moves have landed, or for ever if a move never
+        lands.
         """
         pg = self._group()
         works = []
@@ -196,9 +206,10 @@ class Collectives:
         return works
 
     def land(self, works: Transfers, skip: bytes | None, what: str) -> None:
-        """Wait for the transfers, except those with ranks r where ``skip[r]`` is set: they find no
-        match. After ``CommTimeout`` (a rank is late), ``PeerError`` (a rank has ended) or what a
-        signal handler raises (Ctrl-C), no transfer writes to memory any more.
+        """Wait for the transfers, except those with ranks r whose ``skip[r]`` is set. Such ranks
+        begin no matching transfers. ``CommTimeout``: a rank is late. ``PeerError``: a rank has
+        ended. After these errors, and after an exception of a signal handler (Ctrl-C), transfers
+        no longer write to memory.
         """
         until = time.monotonic() + self._timeout
         failed: list[tuple[int, RuntimeError]] = []
@@ -220,8 +231,8 @@ class Collectives:
                 raise self._failed(peer, error, what) from error
 
     def give_up(self, works: Transfers) -> None:
-        """Leave transfers to themselves: what another rank has begun to send must arrive, or the
-        connection could carry nothing behind it. Local.
+        """Stop waiting for transfers without cancelling them: data that another rank has begun to
+        send must be received, or the connection could not carry any later message. Local.
         """
         if not self._broken:
             self._given_up.extend(works)
@@ -231,7 +242,7 @@ class Collectives:
         self._given_up.clear()
 
     def _failed(self, peer: int, error: RuntimeError, what: str) -> Exception:
-        """The error that names the rank; other errors of the backend stay as they are."""
+        """Return an error that names the rank, or ``error`` if no rank is late or gone."""
         text = str(error).lower()
         if any(word in text for word in _LATE):
             more = f"; it is {self._place(peer)}"
@@ -253,19 +264,19 @@ class Collectives:
 
 
 def _cut(works: Sequence[dist.Work]) -> None:
-    """End the works, and the connections of those that have not landed, so that nothing writes to
-    memory after a wait whose time is over.
+    """Cancel the transfers. This ends the connections of transfers that have not landed, so that
+    nothing writes to memory after a wait has failed.
     """
     for work in works:
         try:
             work.wait(timedelta(milliseconds=1))
         except RuntimeError:
-            return  # this has ended all other works of the group, too
+            return  # the timeout has cancelled all other transfers of the group, too
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:
-    """The call's result, or None if that takes longer: a store that cannot be reached may not
-    answer for minutes.
+    """Return the result of ``call()``, or None if the call takes longer than ``seconds``: a store
+    that cannot be reached may not answer for minutes.
     """
     found: list[T] = []
     thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
@@ -275,7 +286,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T | None:
 
 
 def _sends_in_background(pg: dist.ProcessGroup) -> bool:
-    """Whether the group's backend sends from rank to rank while the caller goes on. Collective."""
+    """Whether the group's backend sends from rank to rank in the background. Collective."""
     if pg.size() == 1 or dist.get_backend(pg) == "fake":
         return False
     left, right = (pg.rank() - 1) % pg.size(), (pg.rank() + 1) % pg.size()
@@ -293,7 +304,7 @@ def _sends_in_background(pg: dist.ProcessGroup) -> bool:
 
 
 class Hosts:
-    """Stalls of ranks on several hosts: their status goes through the group's store."""
+    """Reports of stalls for a group on several hosts: the store carries the ranks' status."""
 
     def __init__(self, channel: Channel, patience: float, locations: Sequence[Location]) -> None:
         asking = channel.for_watching()
@@ -309,7 +320,7 @@ class Hosts:
         )
 
     def poll(self) -> None:
-        """Without a store (``RuntimeError``) there are no reports, and the run goes on."""
+        """Check for stalls. Errors of the store (``RuntimeError``) are ignored: the run goes on."""
         self._polls_since = time.monotonic()
         with suppress(RuntimeError):
             self._stall.poll(self)
@@ -321,8 +332,10 @@ class Hosts:
         return time.monotonic() - self._polls_since < _SILENCE_S
 
     def verdict(self, gives_up: bool, late: list[int]) -> tuple[list[int], str] | None:
-        """The latest table of this wait, or None. A rank that gives up and has none waits a few
-        seconds for one; where the store does not answer, it gets a table of this host's ranks.
+        """Return the latest table of this wait as (ranks that are the cause, text), or None.
+
+        If the rank gives up and there is no table yet, the rank waits a few seconds for one. If the
+        store does not answer, the rank gets a table of this host's ranks.
         """
         if not gives_up:
             return self._stall.verdict
@@ -336,7 +349,7 @@ class Hosts:
 
     def _of_this_host(self, late: list[int]) -> tuple[list[int], str]:
         rows = _verdict.statuses(self._stall.members)
-        # Others of this host may have given up before, for the same reason.
+        # Ranks that gave up earlier may have ended, too. They are not the cause.
         guilty = [row.rank for row in rows if row.status.gone and (not late or row.rank in late)]
         message = report(rows, guilty) if guilty else table(rows)
         head = (
@@ -346,7 +359,7 @@ class Hosts:
 
 
 def follow_hosts(channel: Channel, locations: Sequence[Location]) -> Hosts:
-    """Report stalls of a group on several hosts for as long as the result lives. Local."""
+    """Report stalls of a group on several hosts for as long as the result exists. Local."""
     patience = min(_verdict.read_stall(), channel.timeout / 2)
     hosts = Hosts(channel, patience, locations)
     _verdict.follow_remote(hosts, _verdict.pause_of(patience, _LONGEST_PAUSE_S))

@@ -1,7 +1,7 @@
 """torchrun's error file, from which torchrun's summary names the rank that failed first.
 
-torchrun calls the failure with the smallest time stamp, in whole seconds, the root cause. A rank
-that fails because of another one therefore writes a later stamp.
+torchrun reports the failure with the smallest timestamp, in whole seconds, as the root cause. A
+rank that fails because of another rank therefore writes a timestamp one second later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from fsdpc import _C
 
 
 def write_error_file(error: BaseException) -> None:
-    """Write ``TORCHELASTIC_ERROR_FILE``, unless it is unset or exists. Local; never raises."""
+    """Write the file that ``TORCHELASTIC_ERROR_FILE`` names, unless the variable is unset or the
+    file exists. Local; never raises.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return
@@ -34,7 +36,7 @@ def write_error_file(error: BaseException) -> None:
 
 
 def follows(error: BaseException) -> bool:
-    """Whether another rank's failure or absence is behind this error."""
+    """Whether the error was caused by another rank's failure or absence."""
     seen: BaseException | None = error
     for _ in range(16):
         if seen is None:

@@ -1,5 +1,5 @@
-"""Waits of another library that Ctrl-C ends: the library waits in a thread, and the main thread,
-the only one that runs Python's signal handlers, sleeps until that is over.
+"""Waits in another library's code that Ctrl-C can interrupt. The library's call runs in a separate
+thread. Only the main thread runs Python's signal handlers; it sleeps until the call has ended.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ import os
 import threading
 from collections.abc import Callable
 
-PATIENCE_S = 5.0  # for the end of a wait that was cut short
+PATIENCE_S = 5.0  # how long to wait for the end of a call that was told to end
 
 
 class _Waiter:
-    """A thread that makes one call at a time. Two locks hand a call over and back, in 20 us."""
+    """A thread that makes one call at a time. Two locks signal its begin and end, in 20 us."""
 
     def __init__(self) -> None:
         self._begin, self._end = threading.Lock(), threading.Lock()
@@ -39,9 +39,9 @@ class _Waiter:
             self._error, self._call = None, call
             self._begin.release()
             self._end.acquire()
-        except BaseException:  # what a signal handler raised, at any of these lines
+        except BaseException:  # a signal handler may raise at any of these lines
             self._over = True
-            _forget()  # the locks may be in any state: the next wait gets a thread of its own
+            _forget()  # the locks may be in any state, so the next call gets a new thread
             cut()
             if self._call is not None:
                 self._end.acquire(timeout=PATIENCE_S)
@@ -62,8 +62,9 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def run(call: Callable[[], None], cut: Callable[[], None]) -> None:
-    """Return or raise as ``call()`` does; what a signal handler raises meanwhile comes at once,
-    after ``cut()``, which makes ``call`` end soon. Threads that run no handlers call it directly.
+    """Return or raise as ``call()`` does. If a signal handler raises meanwhile, call ``cut()``,
+    which must make ``call`` end soon, and raise the handler's exception. Other threads than the
+    main thread run ``call`` directly, because they run no signal handlers.
     """
     global _waiter
     if threading.current_thread() is not threading.main_thread():

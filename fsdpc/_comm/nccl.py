@@ -1,8 +1,8 @@
 """Communicators of GPUs: the rendezvous of their ranks, and the thread that watches the ranks.
 
-The rendezvous is at the process group's store, where rank 0 leaves NCCL's ids. A thread of each
-process then checks whether a rank has failed or died, and ends the waits of its own rank: NCCL
-alone would wait until the deadline.
+The ranks meet through the process group's store, into which rank 0 writes NCCL's ids. Afterwards a
+thread of each process checks whether another rank has failed or died, and then ends the waits of
+its own rank, because NCCL would wait until the deadline.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ _held: weakref.WeakKeyDictionary[_C.Comm, int] = weakref.WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class _Hello:
-    """A rank's first message."""
+    """The first message that a rank sends in the rendezvous."""
 
-    settings: dict[str, Any]  # equal on all ranks, or MismatchError
+    settings: dict[str, Any]  # MismatchError if these differ between ranks
     host: str
     pid: int
     gpu: int
-    visible: str  # CUDA_VISIBLE_DEVICES, in which `gpu` counts
-    registers: bool  # the GPU has virtual memory management, which registration needs
+    visible: str  # CUDA_VISIBLE_DEVICES, which decides what GPU number `gpu` is
+    registers: bool  # whether this rank can and wants to register memory with NCCL
     error: str  # this rank's failure, or ""
-    ids: tuple[bytes, bytes, str]  # rank 0's are used: for gathers, reductions, the store's keys
+    # NCCL's ids for gathers and for reductions, and the prefix of keys: all ranks use rank 0's.
+    ids: tuple[bytes, bytes, str]
 
     def to_bytes(self) -> bytes:
         return encode(astuple(self))
 
     @staticmethod
     def from_bytes(data: bytes, rank: int, what: str) -> _Hello:
-        """The message in ``data``; ``CommError`` names a rank whose bytes are malformed."""
+        """Decode a message. ``CommError`` names a rank whose bytes are malformed."""
         kinds = (dict, str, int, int, str, bool, str, tuple)
         fields = read(data, rank, what)
         fits = isinstance(fields, tuple) and len(fields) == len(kinds)
@@ -77,12 +78,13 @@ def make_nccl_comm(
     *,
     host: str,
 ) -> _C.Comm:
-    """A new communicator among the GPUs of a group. Collective over ``pg``.
+    """Return a new communicator among the GPUs of a group. Collective over ``pg``.
 
-    ``device`` is the number of this rank's GPU; ``host`` is equal for processes that can open
-    pidfds of each other; the deadline in seconds must be equal on all ranks.
-    ``NotImplementedError``: no such GPU or no NCCL here; ``PeerError``: another rank has none;
-    ``MismatchError``: the ranks' settings differ; ``CommTimeout`` names the missing ranks.
+    ``device`` is the number of this rank's GPU. ``host`` is equal for processes that can open
+    pidfds of each other. ``timeout``, in seconds, must be equal on all ranks.
+    ``NotImplementedError``: this rank has no such GPU or no NCCL. ``PeerError``: another rank has
+    no such GPU or no NCCL. ``MismatchError``: the ranks' settings differ. ``CommTimeout`` names the
+    missing ranks.
     """
     store = store_of(pg)
     if store is None:
@@ -104,7 +106,7 @@ def make_nccl_comm(
         raise type(error)(f"{error}{_sharing(everyone)}") from error
     if all(hello.host == host for hello in everyone):
         _wire.note_one_host(comm)
-    starting.gather(b"", f"starting communicator {name}")  # deletes the keys of the round before
+    starting.gather(b"", f"starting communicator {name}")  # deletes the previous round's keys
     watch(comm, channel, [Location(hello.host, hello.pid) for hello in everyone])
     return comm
 
@@ -120,7 +122,7 @@ class _Start:
     def twice(self, everyone: list[_Hello]) -> _C.Comm:
         try:
             return self.now(everyone[0].ids, register=all(hello.registers for hello in everyone))
-        except NotImplementedError:  # on all ranks: the trial of registration broke NCCL's side
+        except NotImplementedError:  # raised on all ranks: registration broke the communicator
             mine = _new_ids() if self.starting.rank == 0 else None
             texts = self.starting.gather(encode(mine), self.name)
             ids = read(texts[0], 0, self.name)
@@ -137,14 +139,16 @@ class _Start:
 
 
 def held_bytes(comm: _C.Comm) -> int:
-    """Device memory that a communicator's start took, 0 without NCCL: the GPU's free bytes before
-    less those after, so what other processes took of that GPU meanwhile counts, too. Local.
+    """Return the bytes of device memory that the start of a communicator took; 0 without NCCL.
+
+    The number is the decrease of the GPU's free memory, so it includes what other processes
+    allocated on this GPU in the meantime. Local.
     """
     return _held.get(comm, 0)
 
 
 def _sharing(everyone: list[_Hello]) -> str:
-    """The end of an error's text if ranks share a GPU, else ""."""
+    """Return a text to append to an error message if ranks share a GPU, else ""."""
     version = everyone[0].settings[_VERSION]
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= (2, 30):
         return ""
@@ -165,7 +169,7 @@ def _new_ids() -> tuple[bytes, bytes, str]:
 
 def _exchange_hellos(channel: Channel, device: int, host: str) -> list[_Hello]:
     what = f"starting communicator {channel.name}"
-    with suppress(OSError, _C.CommError):  # then tables of stalled ranks have less of this one
+    with suppress(OSError, _C.CommError):  # without a board, stall tables say less of this rank
         _board.open_board()
     ids, version, failure, registers = (b"", b"", ""), "", None, False
     wanted = os.environ.get("FSDPC_NCCL_REGISTER", "1") != "0"
@@ -199,7 +203,7 @@ def _exchange_hellos(channel: Channel, device: int, host: str) -> list[_Hello]:
 
 
 class _Watched:
-    """A communicator (weakly referenced) and the state of its other ranks."""
+    """A communicator that is watched: a weak reference to it, and the state of its other ranks."""
 
     def __init__(self, comm: _C.Comm, channel: Channel, locations: list[Location]) -> None:
         self.comm = weakref.ref(comm)
@@ -207,12 +211,12 @@ class _Watched:
         self._asking = channel.for_watching()
         self._answers = True
         self._stall = _stalls_of(channel, self._asking, locations)
-        self.peers: dict[int, tuple[int, int]] = {}  # descriptor: (rank, process)
+        self.peers: dict[int, tuple[int, int]] = {}  # {pidfd: (rank, process id)}
         for rank, location in enumerate(locations):
             if location.host == locations[channel.rank].host and rank != channel.rank:
                 try:
                     self.peers[os.pidfd_open(location.pid)] = (rank, location.pid)
-                except OSError:  # not permitted, or dead already: the deadline detects that
+                except OSError:  # not permitted, or already dead: the wait's deadline will notice
                     continue
 
     def died(self, descriptor: int) -> None:
@@ -232,10 +236,13 @@ class _Watched:
             self._ask(lambda: self._stall.poll(comm))
 
     def _ask(self, question: Any) -> Any:
-        """The answer; ``None`` once the store is gone: its process may have ended in good order."""
+        """Return ``question()``, or None once the store does not answer.
+
+        A store that does not answer is no error: its process may have ended in good order.
+        """
         try:
             return question() if self._answers else None
-        except _C.StateError:  # closed: no wait to end, but the peers' deaths are still of interest
+        except _C.StateError:  # the communicator is closed; keep watching the peers
             return None
         except RuntimeError:
             self._answers = False
@@ -255,8 +262,9 @@ class _Watched:
 
 
 class _OneHost:
-    """Stalls of ranks of one host: a table of what their GPUs and programs do, which is also in the
-    text of a deadline that passes.
+    """Reports of stalls for ranks of one host: a table of what their GPUs and programs do.
+
+    The table is also part of the error when a deadline passes.
     """
 
     def __init__(self, group: _verdict.Group) -> None:
@@ -297,10 +305,11 @@ _thread_pid: int | None = None
 
 
 def watch(comm: _C.Comm, channel: Channel, locations: list[Location]) -> None:
-    """Watch a communicator until it is gone. ``locations``: where its ranks run."""
+    """Watch a communicator's ranks while the communicator exists. ``locations``: where they run."""
     global _thread_pid
     with _lock:
-        if _thread_pid != os.getpid():  # the first one, or a forked child's first one
+        # For the first communicator of this process (it may be a forked child), start the thread.
+        if _thread_pid != os.getpid():
             _watched.clear()
             _thread_pid = os.getpid()
             threading.Thread(target=_watch_all, name="fsdpc-watch", daemon=True).start()
@@ -325,13 +334,13 @@ def _watch_all() -> None:
 
 
 def publish(text: str) -> None:
-    """Publishes this process's failure to the ranks of all communicators. Local."""
+    """Publish this process's failure to the ranks of all its communicators. Local."""
     for each in _own():
         each.channel.publish(f"rank {each.channel.rank} gave up: {text}")
 
 
 def leave() -> None:
-    """Publishes that this process leaves in good order. Local."""
+    """Publish that this process leaves all its communicators in good order. Local."""
     for each in _own():
         each.channel.leave()
 

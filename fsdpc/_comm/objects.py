@@ -1,7 +1,8 @@
-"""Plain values between ranks, through a unit's communicator.
+"""Exchange of plain values between ranks, through a unit's communicator.
 
-Unlike torch's object collectives, these end in an error that names who did not come, at the
-communicator's deadline, need no device memory, and run no code of the sender's (``plain.py``).
+Unlike torch's object collectives, these functions raise an error at the communicator's deadline
+that names the missing ranks, need no device memory, and never run code that a sender chooses
+(``plain.py``).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ _VALUE, _PROBLEM = b"v", b"p"
 
 
 def exchange(comm: Any, value: Any, what: str) -> list[Any]:
-    """Every rank's ``value``, in rank order. Collective; ``what`` goes into error texts.
+    """Return every rank's ``value``, in rank order. Collective; ``what`` goes into error messages.
 
-    ``TypeError`` on every rank if some rank's value is not plain, naming the place in the value;
-    ``CommError`` names a rank that sent something else.
+    ``TypeError`` on every rank if some rank's value is not plain; the error names the place in the
+    value. ``CommError`` names a rank whose message is malformed.
     """
     if comm.world == 1:
         return [value]
@@ -40,7 +41,7 @@ def exchange(comm: Any, value: Any, what: str) -> list[Any]:
 
 
 def check_equal(setting: str, values: list[Any]) -> None:
-    """``MismatchError`` if a rank's value of the setting differs from rank 0's. Local."""
+    """Raise ``MismatchError`` if a rank's value of the setting differs from rank 0's. Local."""
     for rank, value in enumerate(values):
         if value != values[0]:
             raise _C.MismatchError(
@@ -49,7 +50,7 @@ def check_equal(setting: str, values: list[Any]) -> None:
 
 
 def read(data: bytes, rank: int, what: str) -> Any:
-    """What a rank has encoded. ``CommError`` names a rank whose bytes are malformed. Local."""
+    """Decode a rank's message. ``CommError`` names a rank whose bytes are malformed. Local."""
     try:
         return decode(data)
     except Malformed as error:
@@ -57,12 +58,15 @@ def read(data: bytes, rank: int, what: str) -> Any:
 
 
 def unreadable(rank: int, what: str, why: object) -> _C.CommError:
-    """The error about a rank's message."""
+    """Return the error that a rank's message cannot be read."""
     return _C.CommError(f"{what}: the message of rank {rank} cannot be read: {why}")
 
 
 def broadcast(comm: Any, value: Any, what: str) -> Any:
-    """Rank 0's ``value``; what others pass is ignored. Collective. Errors as in ``exchange``."""
+    """Return rank 0's ``value``; other ranks' values are ignored. Collective.
+
+    Errors are those of ``exchange``.
+    """
     if comm.world == 1:
         return value
     mine, problem = _packed(value) if comm.rank == 0 else (b"", None)
@@ -77,7 +81,10 @@ def broadcast(comm: Any, value: Any, what: str) -> Any:
 
 
 def _packed(value: Any) -> tuple[bytes, TypeError | None]:
-    """The bytes to send, and why they are not the value: the others wait for bytes in any case."""
+    """Return the bytes to send, and None or the error that the value is not plain.
+
+    A rank with an error sends the error's text, because the other ranks wait for bytes in any case.
+    """
     try:
         return _VALUE + encode(value), None
     except TypeError as error:

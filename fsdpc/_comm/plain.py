@@ -1,11 +1,13 @@
-"""Plain values as bytes and back: what ranks send each other runs nothing when it is read.
+"""Encoding of plain values as bytes, for messages between ranks. Decoding a message runs no code.
 
-JSON for the form, and raw bytes behind it for tensors, arrays and bytes. What is read is checked: a
-peer, or any process that reaches the process group's store, can send a wrong value but no code.
+A message has a JSON text that describes the value, followed by the raw bytes of tensors, arrays and
+bytes objects. Decoding checks the message: a peer, or any other process that reaches the process
+group's store, can send a wrong value but no code. The format is:
 
     "fsdpc1" | length of the JSON, 8 bytes | JSON | raw bytes
 
-In the JSON a list stands for a list; what JSON lacks is an object with one key, which is its kind.
+In the JSON, a list stands for a list. A type that JSON lacks is written as an object with one key,
+which names the type.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ _NUMPY_KINDS = "biufc"
 
 @dataclass(frozen=True)
 class Outline:
-    """Stands for a tensor with dimensions; its elements are sent separately."""
+    """A placeholder for a tensor that has dimensions; the tensor's elements are sent separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    index: int = -1  # which tensor, where that matters
+    index: int = -1  # the number of the tensor, if the receiver needs it
 
     @property
     def numel(self) -> int:
@@ -42,21 +44,21 @@ class Outline:
 
 
 class Malformed(ValueError):
-    """Bytes that no rank of fsdpc sends."""
+    """Raised for bytes that are not a message of ``encode``."""
 
 
 # --- to bytes ------------------------------------------------------------------------------------
 
 
 def encode(value: Any) -> bytes:
-    """The value as bytes. ``TypeError`` names the path of what is no plain value."""
+    """Return the value as bytes. ``TypeError`` names the path of an item that is not plain."""
     form, raw = parts_of(value)
     text = json.dumps(form, separators=(",", ":")).encode()
     return b"".join([_HEAD.pack(_MAGIC, len(text)), text, *raw])
 
 
 def parts_of(value: Any) -> tuple[Any, list[bytes]]:
-    """The form, and the raw bytes behind it. ``TypeError`` as ``encode``."""
+    """Return the value's description for JSON, and its raw bytes. Errors as in ``encode``."""
     writer = _Writer()
     return writer.form(value, "", 0), writer.raw
 
@@ -146,7 +148,7 @@ _WRITERS: dict[type, Callable[[_Writer, Any, str, int], Any]] = {
 
 
 def decode(data: bytes) -> Any:
-    """What ``encode`` was given. ``Malformed`` for anything else."""
+    """Return the value that ``encode`` made into ``data``. ``Malformed`` for other bytes."""
     try:
         magic, length = _HEAD.unpack_from(data)
         if magic != _MAGIC or length > len(data) - _HEAD.size:

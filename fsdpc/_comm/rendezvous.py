@@ -1,8 +1,8 @@
-"""A rendezvous before a call that a program may make on some ranks only; comparison of models.
+"""A rendezvous before calls that a program may make on some ranks only; comparison of models.
 
-A communicator that ``names_absentees`` has a deadline and names the missing ranks. Over a wire the
-wait is the backend's, which ends late or never and names no rank; there each rank first sets a key
-in the group's store, where all see which keys are missing.
+If a communicator ``names_absentees``, its waits have a deadline and their errors name the missing
+ranks. Over a wire, waits are the backend's: they end late or never, and name no rank. In that case
+each rank first sets a key in the group's store, so that all ranks see which keys are missing.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from fsdpc._comm.channel import store_of
 
 _HERE, _LEFT = b"here", b"left"
 _POLL_S = 0.05
-_warned = False  # of names that differ between ranks
+_warned = False  # whether this process has warned of names that differ between ranks
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def rendezvous(groups: Groups, text: str, what: str, nameless: str | None = None) -> None:
-    """Wait for the ranks of the sharding group and compare their ``text``, or ``nameless``: see
-    ``agree_on_model``. Collective.
+    """Wait for all ranks of the sharding group, and compare ``text`` and ``nameless`` (by default
+    ``text``) over the ranks as ``agree_on_model`` does. Collective.
 
-    ``CommTimeout`` names the ranks that are missing after ``FSDPC_TIMEOUT``, ``MismatchError``
-    quotes a rank whose ``text`` differs; ``what`` is in both.
+    ``CommTimeout`` names the ranks that are missing after ``FSDPC_TIMEOUT``. ``MismatchError``
+    quotes a rank whose ``text`` differs. Both errors contain ``what``.
     """
     if not groups.shard.names_absentees and groups.shard_pg is not None:
         _sign_in(groups.shard_pg, what)
@@ -41,11 +41,11 @@ def rendezvous(groups: Groups, text: str, what: str, nameless: str | None = None
 def agree_on_model(
     comm: _C.Comm, text: str, nameless: str, what: str, names: Sequence[str] = ()
 ) -> None:
-    """Compare ``text`` over ranks, or, where it differs, ``nameless``: the same without
-    ``names`` of modules and parameters. Collective. A process warns once of names that differ.
+    """Check that ``text`` is equal on all ranks, apart from ``names`` of modules and parameters.
 
-    ``MismatchError`` quotes the first difference of ``text``. It is raised if ``nameless`` differs,
-    too, or if all ranks have these names, in other orders.
+    ``nameless`` is ``text`` without these names. If only the names differ, the process warns once.
+    Raise ``MismatchError`` if ``nameless`` differs between ranks, or if all ranks have the same
+    ``names`` in different orders. The error quotes the first difference of ``text``. Collective.
     """
     global _warned
     try:
@@ -81,16 +81,17 @@ def _sign_in(pg: dist.ProcessGroup, what: str) -> None:
     store.set(keys[rank], _HERE)
     absent = _wait(store, keys, seconds)
     if absent:
-        store.set(keys[rank], _LEFT)  # not deleted, or ranks that time out now would miss this one
+        # The key is kept: without the key, this rank would look absent to ranks that time out now.
+        store.set(keys[rank], _LEFT)
         more = "; every rank must make this call"
         raise _C.CommTimeout(_C.Comm.late_text(rank, seconds, what, absent, more))
     _rounds[pg] = number + 1
-    if number > 0:  # all ranks have set this round's key, so none reads the one before
+    if number > 0:  # all ranks are in this round, so no rank reads the last round's keys
         store.delete_key(f"fsdpc/{number - 1}/{rank}")
 
 
 def _wait(store: Any, keys: list[str], seconds: float) -> list[int]:
-    """Ranks without a key, or with one of an attempt that timed out before this rank's."""
+    """Return the ranks without a key, and those whose wait timed out before this rank's wait."""
     deadline = time.monotonic() + seconds
     try:
         store.wait(keys, timedelta(seconds=seconds))

@@ -1,10 +1,10 @@
-"""Ranks of several hosts that stand still: one table and one cause, through the group's store.
+"""Reports of stalled ranks on several hosts: one table and one cause, through the group's store.
 
-A rank that has waited for ``patience`` seconds starts a query. On each host the first rank whose
-watching thread runs reads the status of all ranks of that host, so that a stopped rank, or one that
-holds the interpreter's lock, is found too. The rank that started the query joins the rows of all
-hosts to one table. Every rank logs this table, and adds it to its error if its deadline passes. The
-next query starts after twice, four times ... as long.
+A rank that has waited for ``patience`` seconds starts a query. On each host, the first rank whose
+watching thread sees the query reads the status of all ranks of that host, so that the table also
+has ranks that are stopped or hold the interpreter's lock. The rank that started the query joins the
+rows of all hosts to one table. Every rank logs this table, and adds it to its error if its deadline
+passes. While the wait lasts, queries follow after twice, four times, eight times ... ``patience``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fsdpc._comm.board import Process, Status
 from fsdpc._comm.table import NO_ANSWER, Row, causes, report
 from fsdpc._comm.verdict import statuses
 
-LONGEST_ANSWER_S = 5.0  # for the rows of all hosts
-_RECEIVED_S = 2.0  # for other ranks to take the table of a rank that gives up
+LONGEST_ANSWER_S = 5.0  # the longest time to wait for the rows of all hosts
+_RECEIVED_S = 2.0  # how long a rank that gives up waits until other ranks have read the table
 
 
 @dataclass(frozen=True)
 class Location:
     """Where a rank runs. ``host`` is equal for ranks that can read each other's status; its first
-    word is what users call the host.
+    word is the host's name for users.
     """
 
     host: str
@@ -40,11 +40,12 @@ class Location:
 
 
 class Stall:
-    """A rank's part in the queries for a table (see the module), under keys of one communicator.
+    """One rank's side of the queries that the module's docstring describes, for one communicator.
 
-    The watching thread calls ``poll`` periodically with the communicator; ``seconds(comm)`` is how
-    long it has waited for other ranks, ``note(comm, text)`` hands it the table, ``numbers`` is what
-    warnings say of the ranks' numbers. Errors are the store's.
+    The watching thread calls ``poll`` periodically with the communicator. ``seconds(comm)`` returns
+    how long this rank has waited for other ranks in ``comm``; ``note(comm, text)`` gives ``comm``
+    the table for its errors. ``numbers`` is the result of ``numbers_of``, for warnings. Methods
+    raise the store's errors.
     """
 
     def __init__(
@@ -71,19 +72,20 @@ class Stall:
             for r, location in enumerate(locations)
             if self._host[r] == self._host[rank]
         }
-        self._question = 0  # the last query that this rank has read
-        self._asks_at = 0.0  # no query before this many seconds of waiting
-        self._collects_until: float | None = None  # set if this rank started the query
-        self._report_until = 0.0  # a report is expected until then; the collecting rank may fail
+        self._question = 0  # the number of the last query that this rank has read
+        self._asks_at = 0.0  # the next query starts after this many seconds of waiting
+        # The end of the wait for rows; set if this rank started the query.
+        self._collects_until: float | None = None
+        self._report_until = 0.0  # the time until which the query's report may come
         self._urgent = False
         self._took, self._took_at = threading.Event(), 0.0
-        self.verdict: tuple[list[int], str] | None = None  # causes and table of this wait
+        self.verdict: tuple[list[int], str] | None = None  # (causes, table) of the current wait
 
     def poll(self, comm: Any) -> None:
         seconds = self._seconds(comm)
         self._answer()
         if self.verdict is not None and seconds < time.monotonic() - self._took_at:
-            self._note(comm, "")  # the table is of a wait that is over
+            self._note(comm, "")  # the last table describes an earlier wait
             self.verdict = None
         if seconds < self._patience and not self._urgent:
             self._asks_at = 0.0
@@ -96,8 +98,8 @@ class Stall:
             self._take(comm)
 
     def urge(self, wait: Callable[[threading.Event], Any]) -> None:
-        """The deadline of this rank has passed, and there is no table yet: have the watching thread
-        ask at once. ``wait`` blocks until the event is set or too much time has passed.
+        """Let the watching thread start a query at once, as this rank's deadline has passed and
+        there is no table yet. ``wait`` blocks until the event is set or for a limited time.
         """
         self._took.clear()
         self._urgent = True
@@ -110,7 +112,7 @@ class Stall:
         return f"stall/{self._question}/{what}"
 
     def _answer(self) -> None:
-        """Read the status of this host's ranks, if a query is new and no other rank does it."""
+        """Read the status of this host's ranks for a new query, unless another rank does that."""
         before = self._question
         while self._store.check([f"stall/{self._question + 1}/asked"]):
             self._question += 1
@@ -125,7 +127,7 @@ class Stall:
 
     def _ask(self) -> None:
         if time.monotonic() < self._report_until:
-            return  # another rank has just asked
+            return  # a query is under way, and its report may still come
         mine = str(self._rank)
         first = self._store.compare_set(f"stall/{self._question + 1}/asked", "", mine)
         self._answer()
@@ -133,7 +135,7 @@ class Stall:
             self._collects_until = time.monotonic() + self.answer_s
 
     def _collect(self, seconds: float) -> None:
-        """Make the table, once all hosts have answered or the time for that is over."""
+        """Make the table, once all hosts have answered or the time for answers is over."""
         keys = {host: self._key(f"rows/{host}") for host in sorted(set(self._host))}
         here = {host for host, key in keys.items() if self._store.check([key])}
         late = time.monotonic() > (self._collects_until or 0.0)
@@ -165,7 +167,7 @@ class Stall:
         message = json.loads(self._store.get(self._key("report")))
         over = max(message["seconds"], self._seconds(comm)) < self._patience
         if over and not message["gives_up"]:
-            return  # a link was cut, or a rank stopped, and training goes on: nobody is at fault
+            return  # a link or a rank has recovered, and training goes on
         logging.getLogger("fsdpc").warning(
             "%s: no progress for %.0f s%s", self._who, message["seconds"], message["text"]
         )
@@ -173,7 +175,8 @@ class Stall:
             self.verdict, self._took_at = (message["causes"], message["text"]), time.monotonic()
             self._note(comm, message["text"])
         received = self._store.add(self._key("received"), 1)
-        if self._urgent:  # the process that gives up may be the store's: others read first
+        # This process may host the store, so other ranks must read the table before it ends.
+        if self._urgent:
             until = time.monotonic() + _RECEIVED_S
             while received <= message["waiting"] and time.monotonic() < until:
                 time.sleep(0.02)

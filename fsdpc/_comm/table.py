@@ -1,4 +1,4 @@
-"""One table of all ranks of a group that stands still, and which rank is the cause."""
+"""The table of all ranks of a stalled group, and the choice of the ranks that are the cause."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fsdpc._comm.board import Status
 
-TABLE_BYTES = 2800  # so that an error's text has room for the table
-_EACH = 8  # so many ranks have a line each; more are grouped by what they do
-NO_ANSWER = "no answer"  # the state of a rank whose host sends nothing
+TABLE_BYTES = 2800  # the length limit of a table: the text of an error has room for no more
+# In a group of up to 8 ranks, each rank has a line of the table. In a larger group, ranks that do
+# the same thing share a line.
+_EACH = 8
+NO_ANSWER = "no answer"  # the state of a rank whose host has not reported what its ranks do
 _WHAT_TO_DO = {
     "stopped": "is stopped (SIGSTOP or a debugger): kill -CONT {pid}",
     "dead": "has ended",
@@ -27,7 +29,7 @@ class Row:
     rank: int
     pid: int
     status: Status
-    host: str = ""  # empty where all ranks are on one
+    host: str = ""  # empty if all ranks are on one host
 
     @property
     def state(self) -> str:
@@ -41,9 +43,12 @@ class Row:
 
 
 def causes(rows: Sequence[Row], late: Sequence[int] = ()) -> list[int]:
-    """The ranks that the others wait for: dead ones, else stopped ones, else those of which nothing
-    is known, else those that do not wait in fsdpc. If all wait, the ranks of the place where the
-    fewest wait; if all wait in one place, ``late``.
+    """Return the ranks for which the others wait.
+
+    These are the dead ranks; if there are none, the stopped ranks; else the ranks whose host has
+    not answered; else the ranks that do not wait in fsdpc. If all ranks wait, the result is the
+    ranks at the place where the fewest wait. If all ranks wait at one place, the result is
+    ``late``: the ranks for which the caller's wait has timed out.
     """
     for kind in (["dead"], ["stopped"], [NO_ANSWER], ["runs", "sleeps", "in the kernel"]):
         found = [row.rank for row in rows if row.state in kind]
@@ -56,12 +61,12 @@ def causes(rows: Sequence[Row], late: Sequence[int] = ()) -> list[int]:
 
 
 def report(rows: Sequence[Row], guilty: Sequence[int]) -> str:
-    """A sentence that names the cause, and the table. Starts with a new line."""
+    """Return a sentence that names the cause, and the table. The text starts with a line break."""
     return _cut(f"\n{_sentence(rows, guilty)}{table(rows, guilty)}")
 
 
 def table(rows: Sequence[Row], guilty: Sequence[int] = ()) -> str:
-    """What each rank does; the cause is marked. Starts with a new line."""
+    """Return a table of what each rank does, after a line break. ``*`` marks the guilty ranks."""
     return _cut("".join(f"\n{line}".rstrip() for line in _lines(rows, guilty)))
 
 
@@ -121,7 +126,7 @@ def _lines(rows: Sequence[Row], guilty: Sequence[int]) -> list[str]:
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Increasing numbers as text: ``0-2, 5``."""
+    """Return increasing numbers as a text such as ``0-2, 5``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -1,7 +1,7 @@
-"""Short texts that all ranks of a process group show each other, by one collective of torch's.
+"""Exchange of short texts between all ranks of a process group, by one of torch's collectives.
 
-``all_gather_object`` needs two collectives for the same and unpickles what peers sent; over gloo,
-collectives are most of the time that making a group's communicator takes.
+torch's ``all_gather_object`` would need two collectives and would unpickle what peers send. If
+the backend is gloo, collectives take most of the time that making a communicator takes.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-TEXT_BYTES = 512  # of each text; what is longer is cut
+TEXT_BYTES = 512  # bytes sent for each text; longer texts are cut
 # torch 2.13 renamed this collective and warns about the older name. Callers look the name up at
 # each call, because a program may have replaced torch's function, for example to count calls.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 def gather_texts(pg: dist.ProcessGroup, texts: Sequence[str]) -> list[list[str]]:
-    """Every rank's texts, in the order of ranks. Collective; all ranks give equally many texts.
+    """Return every rank's texts, in rank order. Collective.
 
-    A zero byte ends a text.
+    All ranks pass the same number of texts. A text ends at its first zero byte.
     """
     where = _device(pg)
     mine = torch.tensor(list(_pack(texts)), dtype=torch.uint8, device=where)
@@ -34,7 +34,7 @@ def gather_texts(pg: dist.ProcessGroup, texts: Sequence[str]) -> list[list[str]]
 
 
 def _device(pg: dist.ProcessGroup) -> torch.device:
-    """A device whose tensors the group's backends carry: the CPU, if they carry its tensors."""
+    """Return a device that the group's backends support: the CPU if possible, else the GPU."""
     if "cpu" in dist.get_backend_config(pg):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,12 +1,13 @@
-"""Ranks of one host that stand still: warnings in every rank's log, one verdict at the
+"""Reports of stalled ranks on one host: warnings in every rank's log, and one verdict at the
 deadline.
 
-The ranks of a group keep one book, behind the first rank's board. The first rank that waits longer
-than ``FSDPC_STALL`` seconds reads the status of all ranks and writes a table into the book; each
-rank's thread logs that table. The first rank that reaches its deadline writes the verdict, under
-the file's lock, and every later one repeats the verdict: a rank that has given up would otherwise
-appear as the cause to the next one. The lock and the book need no process but those that use them,
-so a stopped first rank is no obstacle.
+The ranks of a group share one book. It lies in the first rank's board, a file in memory that other
+processes can open (board.py), behind the board's first page. The first rank that waits longer than
+``FSDPC_STALL`` seconds reads the status of all ranks and writes a table into the book; a thread of
+each rank logs that table. The first rank that reaches its deadline writes the verdict into the book
+while it holds a lock on the board's file. Ranks whose deadline comes later repeat this verdict:
+otherwise a rank that has given up would appear to them as the cause. Ranks can use the lock and the
+book even while the first rank is stopped.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ from fsdpc._comm.board import BOOK_BYTES, PAGE, Process
 from fsdpc._comm.table import Row, causes, report
 
 DEFAULT_STALL_S = 30.0
-_LINE_S = 1.0  # patience for a Python line
-_LOCK_S = 15.0  # for another rank that reads the status of all ranks
+_LINE_S = 1.0  # how long to wait until another process has reported at which Python line it is
+_LOCK_S = 15.0  # how long to wait for the book's lock, while another rank reads all ranks' status
 _EARLIEST_NEWS_S, _LATEST_NEWS_S, _LAST_POLL_S = 0.1, 5.0, 2.0
-_HEAD = struct.Struct("<QQ")  # the number of changes; bytes of the text
+_HEAD = struct.Struct("<QQ")  # how often the book was changed, and the bytes of the book's text
 
 
 def read_stall() -> float:
-    """Seconds without progress before a warning: ``FSDPC_STALL``, infinite for 0. Local."""
+    """Return ``FSDPC_STALL``, the seconds without progress before a warning, or inf if it is 0.
+
+    Local.
+    """
     text = os.environ.get("FSDPC_STALL") or str(DEFAULT_STALL_S)
     try:
         seconds = float(text)
@@ -51,10 +55,11 @@ def read_stall() -> float:
 
 
 class Group:
-    """The ranks of a group on one host. ``name`` is equal on all of them. ``numbers``: what
-    warnings say of the ranks' numbers.
+    """The ranks of a group on one host. ``name`` is equal on all ranks. ``numbers`` is a note for
+    warnings that says how the group numbers its ranks (see ``numbers_of`` in channel.py).
 
-    ``OSError`` if the first rank's board cannot be opened (another user, or no procfs).
+    ``OSError``: the first rank's board cannot be opened, because the rank belongs to another user
+    or there is no procfs.
     """
 
     def __init__(
@@ -69,15 +74,16 @@ class Group:
             raise OSError(f"the board of process {pids[0]} cannot be opened")
         self._book = descriptor
         weakref.finalize(self, os.close, descriptor)
-        self._mutex = threading.Lock()  # the file's lock is one for all threads of a process
+        # The file's lock excludes other processes, but not other threads of this process.
+        self._mutex = threading.Lock()
         self._changes = 0
         self._logged = 0.0
-        self.text = ""  # of the last warning
+        self.text = ""  # the text of the last warning
 
     # --- warnings ---------------------------------------------------------------------------------
 
     def linger(self, waited: float) -> None:
-        """This rank has waited so many seconds: make the table, unless this wait has one."""
+        """Make a table for a wait of ``waited`` seconds, unless a recent table shows this wait."""
         now = time.monotonic()
         with self._open() as book:
             warning = book.get("warning")
@@ -91,7 +97,7 @@ class Group:
             book["warning"] = {"at": time.monotonic(), "count": count, "text": text}
 
     def news(self) -> None:
-        """Log a table that a rank of the group has made since the last call."""
+        """Log the table that a rank of the group has made since the last call, if any."""
         changes, _ = _HEAD.unpack(os.pread(self._book, _HEAD.size, PAGE).ljust(_HEAD.size, b"\0"))
         if changes == self._changes:
             return
@@ -105,7 +111,10 @@ class Group:
     # --- the deadline -----------------------------------------------------------------------------
 
     def verdict(self, gives_up: bool, late: Sequence[int]) -> tuple[list[int], str] | None:
-        """(the ranks that are the cause, the table), the same on all ranks that ask. Local."""
+        """Return (the ranks that are the cause, the table), the same on all ranks that give up.
+
+        A rank that does not give up gets None if no other rank has given up. Local.
+        """
         if not gives_up:
             found = self._read().get(self.name, {}).get("verdict")
             return (found["causes"], found["text"]) if found else None
@@ -123,8 +132,10 @@ class Group:
 
     @contextmanager
     def _open(self) -> Iterator[dict[str, Any]]:
-        """This group's entry; changes are written back. If the lock is not free after ``_LOCK_S``
-        seconds, goes on without it: its holder may have been stopped.
+        """Lock the book, yield this group's entry, and write the entry back if it was changed.
+
+        If the lock is not free after ``_LOCK_S`` seconds, go on without it, because the process
+        that holds it may be stopped.
         """
         mine = self._mutex.acquire(timeout=_LOCK_S)
         locked = self._lock()
@@ -157,7 +168,7 @@ class Group:
         _, size = _HEAD.unpack_from(data)
         try:
             return json.loads(data[_HEAD.size : _HEAD.size + size]) if size else {}
-        except ValueError:  # written by a rank that has not waited for the lock
+        except ValueError:  # another rank has written during the read, without the lock
             return {}
 
     def _write(self, everything: dict[str, Any]) -> None:
@@ -170,8 +181,8 @@ class Group:
 
 
 def statuses(members: Mapping[int, Process]) -> list[Row]:
-    """The rows of these ranks, whose processes are all on this host. Up to 16 processes are read at
-    a time, so that waits for them overlap. Local.
+    """Return the rows of these ranks, whose processes are all on this host. The status of up to 16
+    processes is read at a time, so that the waits for them overlap. Local.
     """
     rows: dict[int, Row] = {}
 
@@ -194,7 +205,8 @@ def statuses(members: Mapping[int, Process]) -> list[Row]:
 
 _groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 _pollers: weakref.WeakSet[Any] = weakref.WeakSet()
-# By the name of a host's segment: the object whose tables of all hosts go into errors of its waits.
+# Maps the name of a host's shared-memory segment to an object with a method ``verdict``. If a wait
+# in this segment fails, the table that ``verdict`` returns is added to the error.
 _segments: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 _woken = threading.Event()
@@ -205,12 +217,12 @@ _pause = math.inf
 
 
 def _own() -> list[Group]:
-    """The groups of this process, without those that a forked child has from its parent."""
+    """Return the groups of this process; a forked child has none of its parent's groups."""
     return [group for group in list(_groups.values()) if group.owner == os.getpid()]
 
 
 class _Reports:
-    """What the waits over shared memory call to report stalls."""
+    """The callbacks by which waits over shared memory report stalls."""
 
     def linger(self, name: str) -> None:
         for group in _own():
@@ -223,7 +235,7 @@ class _Reports:
 
 
 def follow(group: Group) -> None:
-    """Report stalls of a group for as long as it lives."""
+    """Report stalls of a group for as long as ``group`` exists."""
     _groups[group.name] = group
     if group.stall < math.inf or group.name.startswith("fsdpc-"):
         _C.set_stalls(group.stall, _Reports())
@@ -232,29 +244,33 @@ def follow(group: Group) -> None:
 
 
 def pause_of(stall: float, longest: float) -> float:
-    """Seconds between checks for stalls that are reported after so many."""
+    """Return the seconds between checks for stalls that are reported after ``stall`` seconds."""
     return min(longest, max(_EARLIEST_NEWS_S, stall / 6))
 
 
 def follow_remote(poller: Any, pause: float) -> None:
-    """Call ``poller.poll()`` each ``pause`` seconds and after ``wake``, while the poller lives."""
+    """Call ``poller.poll()`` every ``pause`` seconds and after each call of ``wake``. The calls end
+    when ``poller`` is deleted.
+    """
     _pollers.add(poller)
     _start_thread(pause)
 
 
 def follow_segment(name: str, hosts: Any) -> None:
-    """Errors of waits over this host's segment have ``hosts.verdict``, while ``hosts`` lives."""
+    """If a wait in the shared-memory segment ``name`` fails, add the table that ``hosts.verdict``
+    returns to the error. This ends when ``hosts`` is deleted.
+    """
     _segments[name] = hosts
     _C.set_stalls(read_stall(), _Reports())
 
 
 def wake() -> None:
-    """Have the thread check at once. Local."""
+    """Let the watching thread check for stalls at once. Local."""
     _woken.set()
 
 
 def waited() -> float:
-    """Seconds for which this process has waited for other ranks, 0.0 if it does not wait."""
+    """Return the seconds that this process has waited for other ranks; 0.0 if it does not wait."""
     descriptor, _ = _C.board_open()
     waits, since, _ = board.read_board(descriptor)
     return since if waits else 0.0
@@ -277,8 +293,9 @@ def _start_thread(pause: float) -> None:
 
 
 def end() -> None:
-    """Ends the thread, before the interpreter does: a thread that then comes back from the store's
-    C++ code would abort the process. A store that does not answer is waited for shortly. Local.
+    """End the watching thread before the interpreter ends. Otherwise the thread could return from
+    the store's C++ code later, which would abort the process. If the store does not answer, wait
+    for the thread for ``_LAST_POLL_S`` seconds only. Local.
     """
     global _ending
     _ending = True

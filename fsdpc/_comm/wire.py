@@ -1,8 +1,8 @@
 """The dtype in which gradients are sent between GPUs (docs/decisions/016-low-precision-wire.md).
 
-NCCL's ordinary kernels round a sum in bfloat16 or float16 after each rank; its kernels on symmetric
-memory sum in float32 and round once. So gradients without a ``reduce_dtype`` are sent as float32 if
-the sum of more than two ranks would be rounded repeatedly.
+NCCL's ordinary kernels round a sum in bfloat16 or float16 after adding each rank's values; NCCL's
+kernels for symmetric memory sum in float32 and round once. Therefore gradients without a
+``reduce_dtype`` are sent as float32 if a sum over more than two ranks would be rounded repeatedly.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ def note_one_host(comm: _C.Comm) -> None:
 
 
 def sums_wide(comm: _C.Comm) -> bool:
-    """Whether narrow gradients are summed as if in float32 and rounded once. Local."""
+    """Whether sums of bfloat16 or float16 gradients are rounded only once. Local."""
     return not comm.rounds_sums or comm.world <= 2 or (comm.symmetric and comm in _one_host)
 
 
 def default_dtype(compute: torch.dtype, comm: _C.Comm) -> torch.dtype:
-    """The dtype in which gradients of parameters that compute in ``compute`` are sent, if
-    ``MixedPrecision`` has no ``reduce_dtype``. Local, the same on all ranks of ``comm``.
+    """Return the dtype in which gradients are sent if ``MixedPrecision`` has no ``reduce_dtype``.
+
+    ``compute`` is the parameters' compute dtype. Local; the result is the same on all ranks of
+    ``comm``.
     """
     return torch.float32 if compute in NARROW and not sums_wide(comm) else compute
 
 
 def remark(comm: _C.Comm, names: str) -> str:
-    """For the precision line: how NCCL rounds sums of these dtypes."""
+    """Return a text that says how NCCL rounds sums of the dtypes in ``names``; "" if nothing needs
+    to be said. The text becomes a part of ``model.precision_line``.
+    """
     if not comm.rounds_sums or comm.world <= 2 or not ("bf16" in names or "fp16" in names):
         return ""
     if sums_wide(comm):

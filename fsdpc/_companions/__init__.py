@@ -1,1 +1,1 @@
-"""What several companions share, and steps of torch's optimizers that gain from it."""
+"""Code that several companions share, and code that makes steps of torch's optimizers faster."""

@@ -1,5 +1,7 @@
-"""Optimizers of other libraries whose rule needs whole parameters, known by their class names, and
-the optimizers of ``fsdpc.optim`` that have the unsharded run's results in their place.
+"""Optimizers of other libraries whose update rules need whole parameters, and their replacements.
+
+Such optimizers are recognized by their class names. The optimizers of ``fsdpc.optim`` that replace
+them give the unsharded run's results.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from fsdpc._engine.companions import register
 from fsdpc._engine.writeback import owner_of
 
-# Classes that need whole parameters, which a trial of a few steps on flat parts fails to show.
+# Optimizer classes whose update rule needs whole parameters. ``_fsdp1/elementwise.py`` tries a few
+# steps on parts of a parameter, but this trial does not detect these classes.
 KNOWN = frozenset(
     "AdaGO AdaMuon AdamMini Adam_mini DAdaptAdaGrad DAdaptAdan DAdaptLion DAdaptSGD Dion "
     "DistributedMuon DistributedShampoo FusedLAMB FusedNovoGrad Kron LARS LoRARite Muon MuonClip "
@@ -20,24 +23,33 @@ KNOWN = frozenset(
 )
 _OURS = ("Muon", "Adafactor", "SOAP", "Shampoo", "AdamMini")
 _RIGHT_ON_DTENSORS = ("AdamMini",)
-_SUMS = ("A2Grad", "DAdapt", "Prodigy")  # sum over one rank's rows, unless fsdp_in_use
-_FOR_SHARDS = ("fsdpc", "dion")  # packages whose classes are made for shards
+# Prefixes of the names of classes that compute sums over a parameter's elements. They sum over one
+# rank's rows only, unless the parameter group has the option ``fsdp_in_use``.
+_SUMS = ("A2Grad", "DAdapt", "Prodigy")
+_FOR_SHARDS = ("fsdpc", "dion")  # packages whose optimizers support shards
 _named: set[type] = set()
 
 
 def known(kind: type) -> bool:
-    """Whether the rule of a class is known to need whole parameters."""
+    """Whether the update rule of an optimizer class is known to need whole parameters."""
     return kind.__name__ in KNOWN
 
 
 def instead(kind: type) -> str | None:
-    """The class of ``fsdpc.optim`` whose name is part of the name of ``kind``, or None. Local."""
+    """Return the class of ``fsdpc.optim`` whose name is a part of the name of ``kind``, or None.
+
+    Local.
+    """
     name = kind.__name__.lower().replace("_", "")
     return next((ours for ours in _OURS if ours.lower() in name), None)
 
 
 def name_on_dtensors(optimizer: Any) -> None:
-    """Warn, once per class, of a rule that needs more than a rank's rows of DTensors. Local."""
+    """Warn, once per class, if an optimizer's update rule needs more of a DTensor than one rank's
+    rows.
+
+    Local.
+    """
     kind = type(optimizer)
     ours = "AdamW" if kind.__name__.startswith(_SUMS) else instead(kind)
     if ours is None or ours in _RIGHT_ON_DTENSORS or kind in _named:

@@ -1,7 +1,7 @@
-"""Which parameters are matrices, and the deal of matrices to ranks: arithmetic, without torch, for
-optimizers and for planners.
+"""The choice of the parameters that are matrices, and the assignment of matrices to ranks, for
+optimizers and the planner. Pure arithmetic, without torch.
 
-A deal depends on sizes alone, so that all ranks come to the same one.
+The assignment depends only on sizes, so all ranks compute the same assignment.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Modules that hold an embedding or an output layer, by the last parts of their parameters' names.
+# Patterns that the last components of a parameter's name match if the parameter belongs to an
+# embedding or to an output layer.
 _EMBEDDINGS = re.compile(r"embed|embd|^(wte|wpe|tok_emb|pos_emb|relative_attention_bias)$")
 _HEADS = re.compile(r"^(lm_head|head|heads|output|classifier|score|unembed|decoder|fc_out)$")
 _EXPERTS = re.compile(r"experts?(\.|$)")
-ROUND = 1 << 25  # elements of an owner's matrices that are exchanged in one round, or one matrix
-ADAPTED = ("base_layer", "original_module", "modules_to_save", "default")  # peft's module names
+ROUND = 1 << 25  # about how many elements of an owner's matrices are exchanged in one round
+# Names of modules that peft puts around a module.
+ADAPTED = ("base_layer", "original_module", "modules_to_save", "default")
 
 
 def is_embedding_or_head(name: str) -> bool:
-    """Whether the name of a parameter or its module is that of an embedding or output layer."""
+    """Whether a parameter's name says that it belongs to an embedding or an output layer."""
     parts = [each for each in name.split(".") if each not in ADAPTED]
     own = [parts[-1]] if parts[-1] not in ("weight", "bias") else []
     own += parts[-2:-1]
@@ -31,8 +33,9 @@ def is_embedding_or_head(name: str) -> bool:
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool | None:
-    """Whether a parameter is a matrix or a stack of experts' matrices; None: it has more than two
-    dimensions, and nothing says what they are.
+    """Whether a parameter is a matrix or a stack of experts' matrices.
+
+    None if the parameter has more than two dimensions and its name does not tell their meaning.
     """
     if len(shape) < 2 or is_embedding_or_head(name) or name.endswith("bias"):  # biases of experts
         return False
@@ -42,10 +45,11 @@ def is_matrix(name: str, shape: Sequence[int]) -> bool | None:
 
 
 class Matrix(NamedTuple):
-    """Rows of a parameter that are whole in one place for a step.
+    """Rows of a parameter that one rank has in full for a step.
 
-    ``begin``: index of their first element in the whole parameter; ``widths``: columns of each of
-    the matrices that stand side by side in these rows and are orthogonalised one by one.
+    ``begin`` is the index of the rows' first element in the whole parameter. The rows consist of
+    one or several matrices side by side, each orthogonalised separately; ``widths`` are the numbers
+    of their columns.
     """
 
     begin: int
@@ -59,7 +63,7 @@ class Matrix(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Multiplications of one iteration of Newton-Schulz, up to a constant factor."""
+        """The number of multiplications in a Newton-Schulz iteration, up to a constant factor."""
         return sum(self.rows * width * min(self.rows, width) for width in self.widths)
 
 
@@ -70,10 +74,14 @@ def deal(
     holders: bool = False,
     kept: Sequence[int | None] | None = None,
 ) -> list[int]:
-    """The owner of each matrix. The largest is dealt first, to the rank that holds most of it
-    (``held(i)``: elements of matrix i on each rank) of the ranks whose load stays within the mean
-    or the largest matrix, else to the rank with the least load. ``holders``: only to ranks that
-    hold some of it; matrices that fewer ranks hold come first then. ``kept``: owners that stay.
+    """Return the rank that owns each matrix. Matrices with more ``work`` are assigned first.
+
+    ``held(i)`` returns how many elements of matrix i each rank has. A matrix goes to the rank that
+    has most of its elements, among the ranks whose load stays within a limit. The limit is the mean
+    load, or the work of the largest matrix if that is more. If no rank stays within the limit, the
+    matrix goes to the rank with the least load. With ``holders``, only ranks that have elements of
+    a matrix may own it, and matrices that fewer ranks have are assigned first. ``kept[i]`` is the
+    owner of matrix i if this owner must not change, else None.
     """
     owners = [0 if owner is None else owner for owner in kept or [None] * len(work)]
     loads = np.zeros(world, dtype=np.float64)
@@ -90,7 +98,7 @@ def deal(
             chosen = chosen[own[chosen] == own[chosen].max()]
         else:
             chosen = np.flatnonzero(may)
-        owners[i] = int(chosen[loads[chosen].argmin()])  # the first of equal loads
+        owners[i] = int(chosen[loads[chosen].argmin()])  # if loads are equal, the first rank
         loads[owners[i]] += work[i]
     return owners
 
@@ -98,8 +106,9 @@ def deal(
 def rounds_of(
     work: Sequence[int], numels: Sequence[int], owners: Sequence[int], world: int, most: int
 ) -> list[int]:
-    """The round in which each matrix is at its owner. There are as many rounds as the owner with
-    the most elements needs at ``most`` elements a round; an owner's rounds have about equal work.
+    """Return the round in which each matrix is gathered by its owner. There are as many rounds as
+    the owner with the most elements needs if it gathers ``most`` elements in each round. The rounds
+    of the owner with the most work have about equal work.
     """
     elements, loads = [0] * world, [0] * world
     for owner, numel, cost in zip(owners, numels, work, strict=True):

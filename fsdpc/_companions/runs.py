@@ -1,18 +1,20 @@
-"""Steps of Adam and AdamW on small parameters of a unit as if they were one tensor, a run.
+"""Steps of Adam and AdamW that treat several small parameters of a unit as one tensor, a run.
 
-torch's loop on processors makes a dozen operations for each parameter, and for a small one an
-operation costs more than its arithmetic. Parameters of a unit lie one behind another, and so do
-their gradients. Their states are moved so that they do too; torch's function then gets, in each of
-its lists, one tensor for the run. Parameters, gradients, states and steps keep objects and values.
+On CPUs torch's loop makes a dozen operations for each parameter, and for a small parameter an
+operation's overhead exceeds its arithmetic. The parameters of a unit lie one behind another in
+memory, and so do the gradients. The optimizer states of these parameters are moved so that they lie
+in the same order. torch's function then gets one tensor per run in each of its lists. The
+parameters, gradients, states and step counters remain the same objects with the same values.
 
-A run depends on where tensors lie, which a program may change at any time: so before each step the
-places of all tensors are compared with those that the runs were planned for. If one differs, torch
-collects them as usual, and the runs are planned anew.
+A run depends on the addresses of tensors, which a program may change at any time. Before each step
+the addresses of all tensors are therefore compared with those for which the runs were planned. If
+an address differs, torch collects the tensors as usual, and the runs are planned anew.
 
-Results are equal to the bit: each kernel computes an element from the same element of its inputs
-alone, and its code for the last elements of a tensor rounds as its other code does. The rounding
-is tried for each of ``_DTYPES``, once in each process. Runs are shorter than what torch divides
-among threads, whose parts would end elsewhere.
+Results are bitwise equal to those without runs: each kernel computes an element only from the same
+element of its inputs, and the kernel's code for the last elements of a tensor rounds as its other
+code does. Once in each process a trial checks this rounding for each of ``_DTYPES``. Runs are
+shorter than the tensors that torch divides among threads, because the divided parts would end at
+other elements.
 """
 
 from __future__ import annotations
@@ -36,19 +38,19 @@ from fsdpc._engine.writeback import owner_of
 
 _CLASSES = (torch.optim.Adam, torch.optim.AdamW)
 _DTYPES = (torch.float32, torch.float64)
-_LONGEST = 32767  # elements: torch's loops divide longer tensors among threads
-_WIDEST = 512  # bytes between two parameters of a run: padding
-_SMALLEST_EPS = 1e-30  # a step on the padding divides by eps
-_MOVES = 8  # the most moves of the same states: a program may move them away at every step
-_PATIENCE = 8  # plans in a row that failed at the next step; after them one step in 8 plans
+_LONGEST = 32767  # the most elements of a run: torch's loops divide longer tensors among threads
+_WIDEST = 512  # the most bytes of padding between two parameters of a run
+_SMALLEST_EPS = 1e-30  # the least eps with runs: a step divides the zeros of the padding by eps
+_MOVES = 8  # how often the same states are moved at most: a program may undo each move
+_PATIENCE = 8  # after so many failed plans in a row, only one step in 8 makes a plan
 _grad_of = attrgetter("grad")
 
 
 def runs_of(optimizer: Any) -> Runs | None:
-    """The ``Runs`` of an optimizer; None: its parameters step one by one. Local."""
+    """Return the ``Runs`` of an optimizer, or None if its steps cannot have runs. Local."""
     may = (
         type(optimizer) in _CLASSES
-        and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # else addresses are slow to read
+        and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # else reading an address is slow
         and _rounds_alike()
     )
     return Runs() if may else None
@@ -63,7 +65,7 @@ class Runs:
         self._missed = 0
 
     def collect(self, optimizer: Any, group: dict[str, Any], lists: Sequence[list[Any]]) -> bool:
-        """Fill the lists of torch's function for a step of ``group`` if its last plan holds."""
+        """Return whether the last plan of ``group`` is valid. If so, fill the lists for a step."""
         plan = self._plans.get(id(group))
         if plan is None or _options(optimizer, group) != plan.options:
             return False
@@ -75,8 +77,9 @@ class Runs:
         return True
 
     def plan(self, optimizer: Any, group: dict[str, Any], lists: Sequence[list[Any]]) -> None:
-        """Find the runs of a step whose lists torch has filled with tensors of this rank. The lists
-        then have the runs in the place of their parameters.
+        """Find the runs in a step's lists, which torch has filled with this rank's local tensors.
+
+        Afterwards the lists have a run's tensors in the place of its parameters' tensors.
         """
         options = _options(optimizer, group)
         if options is None or len(lists[0]) < 2:
@@ -100,7 +103,7 @@ class Runs:
 
 
 def _options(optimizer: Any, group: dict[str, Any]) -> tuple[bool, ...] | None:
-    """What decides which lists torch's function gets, or None: such a step has no runs."""
+    """Return the options that decide which lists a step has; None if a step has no runs."""
     other = any(group.get(name) for name in ("fused", "capturable", "differentiable"))
     scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
     refused = group["foreach"] and isinstance(group["lr"], Tensor)  # torch raises
@@ -110,7 +113,7 @@ def _options(optimizer: Any, group: dict[str, Any]) -> tuple[bool, ...] | None:
 
 
 class _Collected:
-    """What a step of a group works on: an entry per parameter with a gradient, in order."""
+    """The tensors of a group's step: an entry for each parameter with a gradient, in order."""
 
     def __init__(self, params: list[Any], grads: list[Any], states: list[Any]) -> None:
         self.lists = [params, grads, *map(list, zip(*states, strict=True))]
@@ -125,7 +128,9 @@ def _local(tensor: Any) -> Any:
 
 
 def _collected(optimizer: Any, group: dict[str, Any]) -> _Collected | None:
-    """What a step of the group works on; None: states are missing or unusual, or no gradients."""
+    """Return the tensors of a group's step. Return None if states are unusual or missing, or if no
+    parameter has a gradient.
+    """
     params = group["params"]
     grads = list(map(_grad_of, params))
     given = list(map(is_not, grads, repeat(None)))
@@ -147,13 +152,19 @@ class _Plan:
     def __init__(self, options: tuple[bool, ...], count: int) -> None:
         self.options = options
         self.places: bytes | None = None
-        self.runs: list[list[Tensor]] = []  # parameter, gradient, states, first member's step
+        # For each run: the tensors over all its parameters, all its gradients and all its states of
+        # each kind, and the step counter of its first parameter.
+        self.runs: list[list[Tensor]] = []
         self.single = list(range(count))  # positions of parameters that are in no run
-        self.flats: list[Tensor] = []  # memory of states and steps
+        self.flats: list[Tensor] = []  # the tensors that contain the runs' states and step counters
         self.steps: Tensor | None = None
-        self.members: Tensor  # positions in `steps` of all parameters in runs
-        self.firsts: Tensor  # for each of `members`, the position of the first member of its run
-        self.others: Tensor  # added to `steps`: 1 for members whose step torch's function leaves
+        # `steps` has the step counters of all parameters in runs. `members`: the position of each
+        # such parameter's counter in `steps`. `firsts`: for each item of `members`, the position of
+        # the first counter of the same run.
+        self.members: Tensor
+        self.firsts: Tensor
+        # Added to `steps` in each step: 1 for the counters that torch's function does not increase.
+        self.others: Tensor
         self.written: list[Any] = []
 
     def holds(self, now: _Collected) -> bool:
@@ -165,7 +176,7 @@ class _Plan:
         return torch.equal(steps[self.members], steps[self.firsts])
 
     def fill(self, now: _Collected, lists: Sequence[list[Any]]) -> None:
-        """Fill torch's lists for a step; without amsgrad the fifth list stays empty."""
+        """Fill the lists of torch's function. Without amsgrad the fifth list stays empty."""
         used = [*lists[:4], lists[5]] if len(now.lists) == 5 else lists
         single = now.locals(self.single)
         for tensors, own, column in zip(
@@ -196,7 +207,9 @@ def _planned(
 
 
 class _Memory:
-    """Flat tensors made for states: only in these is it known what lies between two states."""
+    """The flat tensors that were made for states. A gap between two states in such a tensor is
+    padding.
+    """
 
     def __init__(self, flats: Iterable[Tensor]) -> None:
         self.flats = sorted(flats, key=Tensor.data_ptr)
@@ -208,7 +221,7 @@ class _Memory:
         self.starts.insert(at, flat.data_ptr())
 
     def used(self, tensors: Iterable[Any]) -> list[Tensor]:
-        """Those flat tensors in which one of ``tensors`` lies."""
+        """Return the flat tensors that contain at least one of ``tensors``."""
         found = (self.of(tensor) for tensor in tensors if isinstance(tensor, Tensor))
         return list({id(flat): flat for flat in found if flat is not None}.values())
 
@@ -230,7 +243,9 @@ class _Member:
 
 
 def _chains(now: _Collected) -> list[list[_Member]]:
-    """Lists of parameters at equal steps that lie one behind another, as do their gradients."""
+    """Return lists of parameters that can form runs: their step counters are equal, and they and
+    their gradients lie one behind another in memory.
+    """
     by_unit: dict[int, list[_Member]] = {}
     found: list[list[_Member]] = []
     for position, tensors in enumerate(zip(*now.lists, strict=True)):
@@ -253,7 +268,7 @@ def _chains(now: _Collected) -> list[list[_Member]]:
 
 
 def _shared(now: _Collected, members: Iterable[_Member]) -> bool:
-    """Whether a state of one parameter is another's too: torch then changes the state twice."""
+    """Whether parameters share a gradient or a state: torch would update a shared state twice."""
     addresses = Counter(
         _local(tensors[member.position]).data_ptr()
         for member in members
@@ -284,8 +299,9 @@ def _member(position: int, tensors: Sequence[Any]) -> _Member | None:
 
 
 def _following(unit: Any) -> dict[int, int]:
-    """For the address of each of the unit's parameters the address of the next one in memory:
-    between the two there is nothing but padding.
+    """Return {address of a parameter of the unit: address of the next parameter in memory}.
+
+    There is only padding between the two parameters.
     """
     held = sorted(view.data_ptr() for view in unit.views if view.numel() > 0)
     return dict(zip(held, held[1:], strict=False))
@@ -309,7 +325,10 @@ def _numel(first: _Member, last: _Member) -> int:
 
 
 def _pack_states(now: _Collected, run: list[_Member], known: _Memory, moves: Counter[int]) -> bool:
-    """Let the states of a run lie as its parameters do. False: they have been moved too often."""
+    """Move the states of a run so that they lie in memory in the order of the run's parameters.
+
+    Return False if the states have been moved too often.
+    """
     first = run[0]
     states = [[_local(tensors[m.position]) for m in run] for tensors in now.lists[2:-1]]
     if all(_lie_like(run, own, known) for own in states):
@@ -336,8 +355,8 @@ def _lie_like(run: list[_Member], states: list[Tensor], known: _Memory) -> bool:
 
 
 def _move(tensor: Tensor, memory: Tensor) -> None:
-    """Let ``tensor`` keep its values in ``memory``, with a storage of its own: whoever saves or
-    copies the storage gets no other tensor's values.
+    """Move the values of ``tensor`` to ``memory``. ``tensor`` gets a storage that covers only this
+    memory, so that code that saves or copies the storage gets no other tensor's values.
     """
     own = torch.from_dlpack(memory).as_strided(tensor.shape, tensor.stride())
     own.copy_(tensor)
@@ -347,7 +366,7 @@ def _move(tensor: Tensor, memory: Tensor) -> None:
 def _pack_steps(
     now: _Collected, members: list[_Member], known: _Memory, moves: Counter[int]
 ) -> bool:
-    """Let the steps of all runs lie in one tensor."""
+    """Move the step counters of all runs into one tensor. Return False if that is not possible."""
     steps = [now.lists[-1][member.position] for member in members]
     flat = known.of(steps[0])
     if flat is not None and all(known.of(step) is flat for step in steps):
@@ -391,7 +410,9 @@ def _index(step: Tensor, steps: Any) -> int:
 
 
 def _flats_of(now: _Collected, run: list[_Member], known: _Memory) -> list[Tensor] | None:
-    """The tensors that torch's function gets for a run; None: not in the unit's memory."""
+    """Return the tensors that torch's function gets for a run; None if parameters or gradients are
+    not in the unit's memory.
+    """
     first, numel = run[0], _numel(run[0], run[-1])
     dtype, flat = first.local.dtype, first.unit.flat
     param = _span(flat.shard, first.at, numel, dtype)
@@ -408,7 +429,9 @@ def _flats_of(now: _Collected, run: list[_Member], known: _Memory) -> list[Tenso
 
 
 def _span(memory: Any, at: int, numel: int, dtype: torch.dtype) -> Tensor | None:
-    """A tensor over the elements from address ``at`` on in ``memory``; None: they lie outside."""
+    """Return a tensor over ``numel`` elements from address ``at`` on. Return None if the elements
+    are not in ``memory``.
+    """
     whole = torch.from_dlpack(memory.view(np.uint8))
     begin, size = at - whole.data_ptr(), numel * dtype.itemsize
     if begin < 0 or begin + size > whole.numel():
@@ -421,8 +444,8 @@ def _span(memory: Any, at: int, numel: int, dtype: torch.dtype) -> Tensor | None
 
 @functools.cache
 def _rounds_alike() -> bool:
-    """Whether torch's kernels for this processor give the same bits for several tensors as for one
-    tensor with all their elements: the last elements of a tensor may have code of their own.
+    """Whether torch's kernels for this CPU give the same bits for several tensors as for one tensor
+    with all their elements. The kernels may have separate code for a tensor's last elements.
     """
     sizes = [1, 2, 3, 5, 7, 8, 9, 13, 15, 16, 17, 23, 31, 33, 47, 63, 65]
     return all(
@@ -433,7 +456,7 @@ def _rounds_alike() -> bool:
 
 
 def _both_ways(sizes: list[int], dtype: torch.dtype, foreach: bool) -> list[Tensor]:
-    """Parameters after steps of Adam on tensors of these sizes, and on one tensor of them all."""
+    """Return the parameters after steps of Adam on tensors of these sizes, and on one tensor."""
     random = torch.Generator(device="cpu").manual_seed(1)
     numel, results = sum(sizes), []
     values = torch.randn((4, numel), dtype=dtype, generator=random, device="cpu")

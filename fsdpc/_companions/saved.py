@@ -1,5 +1,6 @@
-"""Bytes of saved activations that ``fsdpc.activations`` compresses or offloads: arithmetic without
-torch, which the planner uses too.
+"""The number of bytes of saved activations that ``fsdpc.activations`` compresses or offloads.
+
+Pure arithmetic without torch, which the planner uses, too.
 """
 
 from __future__ import annotations
@@ -7,29 +8,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-BLOCK = 256  # elements that share a scale
+BLOCK = 256  # the number of elements that share a scale
 MIN_BYTES = 1 << 20  # the smallest tensor that is offloaded
-HELD = 4  # tensors whose copies may be under way before torch's stream waits for one
-AHEAD = 3  # tensors that are on their way back before they are needed
+# The most unfinished copies to the host. After one more copy is queued, torch's stream waits for
+# the oldest copy.
+HELD = 4
+AHEAD = 3  # how many tensors are copied back to the GPU before backward needs them
 _GRAIN = 1 << 12
 
 
 def bytes_per_element(dtype: str, item: int) -> float:
-    """Bytes of a compressed element that had ``item`` bytes, with its part of a block's scale."""
+    """Return the number of bytes to which an element of ``item`` bytes is compressed. The result
+    includes the element's share of the scale.
+    """
     return 1 + 4 / BLOCK if dtype == "int8" else min(item, 2)
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Bytes of the pinned buffer of an offloaded tensor."""
+    """Return the bytes of the pinned buffer for an offloaded tensor of ``nbytes`` bytes."""
     return -(-nbytes // _GRAIN) * _GRAIN
 
 
 class Away(NamedTuple):
-    """Where the saved tensors of an offloaded forward are, in bytes.
+    """The memory of the saved tensors of a forward with offloading, in bytes.
 
-    ``stay``: tensors that are not copied; ``copied``: tensors copied to the host; ``pinned``: host
-    memory; ``resident``: the last tensors, which are in both memories until backward; ``moving``:
-    the most GPU memory of copied tensors at other times: those on their way, and the one in use.
+    ``stay``: tensors that are not copied. ``copied``: tensors that are copied to the host.
+    ``pinned``: the host memory for the copies. ``resident``: the last tensors, which are in both
+    memories until backward. ``moving``: the most GPU memory that copied tensors have during forward
+    and during backward. These tensors are the tensor in use and the tensors whose copies are
+    unfinished.
     """
 
     stay: int
@@ -40,7 +47,7 @@ class Away(NamedTuple):
 
 
 def away(sizes: Sequence[int], min_bytes: int = MIN_BYTES) -> Away:
-    """The bytes for saved tensors of ``sizes`` bytes, in the order of the forward, each once."""
+    """Return the bytes for saved tensors of ``sizes`` bytes, one per tensor, in forward order."""
     large = [size for size in sizes if size >= min_bytes]
     width = max(HELD, AHEAD) + 1
     windows = (sum(large[at : at + width]) for at in range(max(1, len(large) - width + 1)))

@@ -1,8 +1,9 @@
 """Tables of spans, and blocks of elements.
 
-Many spans (``_spans/span.py``) of one tensor are a table: an int64 array whose rows are spans. A
-block is a fixed number of consecutive elements of a whole tensor (fewer in its last block) that
-share one value. Blocks are aligned to the whole tensor, so two ranks may hold parts of one block.
+A table is an int64 array whose rows are spans of one tensor: ranges of its elements, with their
+places in a memory (``_spans/span.py``). A block is a fixed number of consecutive elements of a
+whole tensor that share one value, such as a scale; the last block may be shorter. Blocks are
+counted from the begin of the whole tensor, so two ranks may hold elements of the same block.
 """
 
 from __future__ import annotations
@@ -19,29 +20,31 @@ NO_SPANS = np.empty((0, 3), dtype=np.int64)
 
 
 def table_of(begin: int, at: int, count: int) -> np.ndarray:
-    """The table of one span, without a row if the span is empty."""
+    """Return the table of one span; it has no row if the span is empty."""
     return np.array([[begin, at, count]], dtype=np.int64) if count else NO_SPANS
 
 
 def whole_span(numel: int) -> np.ndarray:
-    """The table of one span: all elements, at the begin of the memory."""
+    """Return the table of one span: all elements of a tensor, at the begin of the memory."""
     return table_of(0, 0, numel)
 
 
 def count_of(spans: np.ndarray) -> int:
     """The number of elements of all spans."""
-    return int(spans[0, 2] if len(spans) == 1 else spans[:, 2].sum())  # one span as a rule
+    return int(spans[0, 2] if len(spans) == 1 else spans[:, 2].sum())  # usually there is one span
 
 
 def moved_to(spans: np.ndarray, at: int) -> np.ndarray:
-    """The spans of the same elements, one behind the other in a memory from ``at`` on."""
+    """Return spans of the same elements, placed one behind another in a memory from ``at`` on."""
     moved = spans.copy()
     moved[:, 1] = at + np.cumsum(spans[:, 2]) - spans[:, 2]
     return moved
 
 
 def clip(spans: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Elements ``[low, high)`` of the spans, counted over all of them."""
+    """Cut ``spans`` to the elements ``[low, high)``. Elements are counted from the begin of the
+    first span through all spans.
+    """
     starts = np.cumsum(spans[:, 2]) - spans[:, 2]
     begin = np.maximum(starts, low)
     count = np.minimum(starts + spans[:, 2], high) - begin
@@ -51,10 +54,10 @@ def clip(spans: np.ndarray, low: int, high: int) -> np.ndarray:
 
 
 def block_spans(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
-    """Spans of a rectangular block of a tensor, in a memory of its own."""
+    """Return the spans of a rectangular block of a tensor. The memory has only this block."""
     if not shape or math.prod(sizes) == 0:
         return whole_span(math.prod(sizes))
-    # The last dimensions, which the block has in full, make one run with the dimension before them.
+    # The block has the last dimensions in full. They and the dimension before them make one span.
     last = len(shape) - 1
     while last > 0 and sizes[last] == shape[last]:
         last -= 1
@@ -72,8 +75,9 @@ def block_spans(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[in
 def blocks_of(
     shape: Sequence[int], begin: int, count: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The rectangular blocks (offsets, sizes) of which ``count`` > 0 elements from ``begin`` on
-    consist, in their order: the inverse of ``block_spans``.
+    """Divide ``count`` > 0 elements from ``begin`` on into rectangular blocks (offsets, sizes).
+
+    The blocks are in the elements' order. The function is the inverse of ``block_spans``.
     """
     if not shape:
         return [((), ())]
@@ -96,14 +100,16 @@ def blocks_of(
 
 
 def touched(span: Any, length: int) -> range:
-    """The numbers of the blocks of ``length`` elements that have elements of a span."""
+    """Return the numbers of those blocks of ``length`` elements that contain elements of a span."""
     return range(span.begin // length, -(-(span.begin + span.count) // length))
 
 
 def begun(spans: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """A memory has one value for each block that the span touches. Returns two tables of spans of
-    these values: of the blocks that begin inside the span, and of the block that has begun before
-    the span, if any. ``spans``: one span, or none.
+    """Return two tables of spans over the values of the blocks that a span touches.
+
+    The values lie in a memory in the order of the blocks. The first table has the blocks that begin
+    inside the span. The second table has the block that begins before the span, if there is such a
+    block. ``spans`` has one row or none.
     """
     if not len(spans):
         return NO_SPANS, NO_SPANS

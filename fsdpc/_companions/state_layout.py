@@ -1,5 +1,5 @@
-"""Where states lie in a file or in host memory, and in buffers: arithmetic, for the optimizers that
-keep them there and for the planner.
+"""The layout of optimizer states in a file or in host memory, and in buffers. Pure arithmetic, for
+the optimizers that keep their states there and for the planner.
 """
 
 from __future__ import annotations
@@ -10,24 +10,30 @@ from math import gcd, lcm
 from typing import Any, NamedTuple
 
 PAGE = 4096
-BUFFERS = 3  # for states on a disk: one is read, one stepped, one written
-STAGES = 2  # on the GPU, for states in host memory: one is filled, one stepped and emptied
-ALIGN = 64  # bytes, for states that share pages, and for all states in host memory
-BLOCK = 256  # elements that share a scale in states of 8 bits
-MIN_8BIT = 4096  # elements of the smallest whole parameter with states of 8 bits
+BUFFERS = 3  # for states on a disk: at a time one is read, one is stepped and one is written
+STAGES = 2  # buffers on the GPU for states in host memory: one is filled, one is stepped
+ALIGN = 64  # alignment in bytes of states that share pages, and of all states in host memory
+BLOCK = 256  # the number of elements of 8-bit states that share a scale
+MIN_8BIT = 4096  # the fewest elements of a whole parameter whose states have 8 bits
 
 
 def chunk_bytes_of(buffer_bytes: int, buffers: int = BUFFERS) -> int:
-    """Bytes of each buffer, in whole pages, where all buffers have ``buffer_bytes``."""
+    """Return the bytes of each of ``buffers`` buffers that have ``buffer_bytes`` bytes together.
+
+    The result is a multiple of the page size.
+    """
     return buffer_bytes // buffers // PAGE * PAGE
 
 
 def chosen_for_host(
     sizes: Sequence[int], ratio: float, before: tuple[int, int] = (0, 0)
 ) -> list[bool]:
-    """Which parameters have their states, of ``sizes`` bytes, in host memory: one after the other,
-    as long as the states there are at most ``ratio`` of all. ``before``: bytes of earlier states
-    in host memory, and bytes of all earlier states.
+    """Choose the parameters whose states are in host memory. ``sizes[i]``: bytes of states of
+    parameter i.
+
+    A parameter is chosen if the states in host memory, including the parameter's states, have at
+    most the fraction ``ratio`` of the bytes of all states. ``before``: for the parameters of
+    earlier calls, the bytes of states in host memory and the bytes of all states.
     """
     held, total = before[0], before[1] + sum(sizes)
     found = []
@@ -38,8 +44,8 @@ def chosen_for_host(
 
 
 class Field(NamedTuple):
-    """A state with one value of ``item`` bytes per element, or per unit. ``dtype``: torch's; the
-    planner leaves it out.
+    """A state with one value of ``item`` bytes per element, or per unit of elements if
+    ``per_unit``. ``dtype`` is torch's dtype; the planner does not set it.
     """
 
     name: str
@@ -49,9 +55,10 @@ class Field(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Elements [start, start + length) of a parameter on this rank, whose states are laid out in
-    units of ``unit`` elements. Units are counted from the begin of the whole parameter: ``lead``
-    elements of the first unit lie before ``start``.
+    """Elements [start, start + length) of the local part of a parameter, and their states.
+
+    States are laid out in units of ``unit`` elements. Units are counted from the begin of the whole
+    parameter, so ``lead`` elements of the first unit may lie before ``start``.
     """
 
     start: int
@@ -66,7 +73,7 @@ class Extent(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states."""
+        """The bytes of all states of these elements."""
         return sum(f.item * (self.units if f.per_unit else self.length) for f in self.states)
 
     @property
@@ -75,7 +82,7 @@ class Extent(NamedTuple):
         return Wanted(self.units, sizes)
 
     def ends(self, begin: int, end: int) -> tuple[int, int]:
-        """The elements of units [begin, end), counted from ``start``."""
+        """Return the range of the elements in units [begin, end). Elements count from ``start``."""
         low, high = begin * self.unit - self.lead, end * self.unit - self.lead
         return max(low, 0), min(high, self.length)
 
@@ -83,8 +90,11 @@ class Extent(NamedTuple):
 def extent_of_8bit(
     start: int, length: int, first: int, is_wide: bool, dtypes: tuple[Any, Any] = (None, None)
 ) -> Extent:
-    """The extent of ``AdamW8bit`` for elements of one parameter, from index ``first`` on in it. If
-    ``is_wide``: codes and scales (of ``dtypes``), in chunks of whole blocks; else float32 values.
+    """Return the extent of ``AdamW8bit`` for elements of one parameter.
+
+    ``first`` is the index of the first element in the whole parameter. If ``is_wide``, the states
+    are codes and scales (of ``dtypes``), in units of one block of elements; else they are float32
+    values.
     """
     codes, values = dtypes
     if not is_wide:
@@ -96,14 +106,14 @@ def extent_of_8bit(
 
 
 class Wanted(NamedTuple):
-    """States that need space: ``numel`` units on this rank; each state's (name, bytes per unit)."""
+    """The states of an extent of ``numel`` units: the name and the bytes per unit of each state."""
 
     numel: int
     states: tuple[tuple[str, int], ...]
 
 
 class Slice(NamedTuple):
-    """Units [begin, end) of extent ``number``, and where a buffer holds each state."""
+    """Units [begin, end) of extent ``number``, and for each state its byte offset in a buffer."""
 
     number: int
     begin: int
@@ -113,7 +123,9 @@ class Slice(NamedTuple):
 
 @dataclass
 class Chunk:
-    """What one buffer holds: slices, and parts of the file (offset, bytes, place in the buffer)."""
+    """The contents of one buffer: slices of extents, and the parts of the file or of host memory
+    that lie in the buffer, as (file offset, bytes, buffer offset).
+    """
 
     slices: list[Slice]
     parts: list[tuple[int, int, int]]
@@ -122,13 +134,13 @@ class Chunk:
 
     @property
     def used(self) -> int:
-        """Bytes of the buffer that the parts take."""
+        """The number of bytes of the buffer that the parts use."""
         return max((place + count for _, count, place in self.parts), default=0)
 
 
 @dataclass
 class Layout:
-    """Where states lie. ``offsets``: for each extent, where each of its states is in the file."""
+    """The places of states. ``offsets``: for each extent the file offset of each of its states."""
 
     offsets: list[tuple[int, ...]] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -136,16 +148,17 @@ class Layout:
 
 
 def _fewest(items: Sequence[int], page: int) -> int:
-    """The fewest units of which every state has whole pages."""
+    """Return the smallest number of units for which every state fills whole pages."""
     return lcm(*(page // gcd(page, item) for item in items))
 
 
 def lay_out(wanted: Sequence[Wanted], chunk_bytes: int, begin: int = 0, page: int = PAGE) -> Layout:
-    """Place states from byte ``begin`` on: arithmetic, for optimizers and for planners.
+    """Place states from byte ``begin`` on.
 
-    An extent whose states fit into a buffer shares a chunk with its neighbours; a larger extent has
-    pages of its own per state, and chunks that hold the same units of each state. ``ValueError``: a
-    buffer of ``chunk_bytes`` has no room for a page of each state.
+    An extent whose states fit into a buffer may share a chunk with its neighbours. For a larger
+    extent, each state has its own pages, and each chunk has the same units of all states.
+    ``ValueError``: a buffer of ``chunk_bytes`` cannot hold the smallest number of units for which
+    every state fills whole pages.
     """
     found = Layout(end=_up(begin, page))
     open_chunk: Chunk | None = None

@@ -1,9 +1,10 @@
 """Steps of torch's optimizers on sharded parameters, without a DTensor operation per parameter.
 
-A DTensor operation costs tens of microseconds of Python, and an AdamW step has a dozen of them for
-each parameter. The optimizers listed here compute every element from the same element of the
-gradient and of the states, and write in place. Their arithmetic may therefore run on the local
-tensors: the kernels and the results are the same, and parameters and states remain DTensors.
+A DTensor operation costs tens of microseconds of Python, and an AdamW step has a dozen DTensor
+operations for each parameter. The optimizers listed here compute every element from the same
+element of the gradient and of the states, and write in place. Their arithmetic may therefore run on
+the local tensors: the kernels and the results are the same, and parameters and states remain
+DTensors.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fsdpc._engine.interop import around
 from fsdpc._engine.writeback import owner_of
 from fsdpc._torch import INIT_GROUP
 
-# Exact classes: a subclass may compute something else.
+# The listed classes. Their subclasses are left out, because a subclass may compute other results.
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in (
@@ -43,7 +44,7 @@ _ELEMENTWISE = frozenset(
 
 
 def use_locals(optimizer: Any) -> None:
-    """Let an optimizer with sharded parameters collect local tensors from now on. Local."""
+    """Let the steps of an optimizer with sharded parameters work on local tensors. Local."""
     if type(optimizer) not in _ELEMENTWISE:
         return
     params = (param for group in optimizer.param_groups for param in group["params"])
@@ -53,8 +54,11 @@ def use_locals(optimizer: Any) -> None:
 
 
 def _collect(optimizer: Any, runs: Any, group: dict[str, Any], *lists: list[Any]) -> Any:
-    """The optimizer's own collection of a group's parameters, gradients and states; then, if the
-    parts of all of them lie alike, local tensors in place of DTensors, and runs of small ones.
+    """Replace the optimizer's ``_init_group``, which fills lists with a group's parameters,
+    gradients and states: put local tensors in the place of DTensors, and join small tensors into
+    runs.
+
+    Lists whose DTensors are distributed differently remain as the optimizer has filled them.
     """
     this = optimizer()
     if runs is not None and runs.collect(this, group, lists):
@@ -85,8 +89,11 @@ def _step_with_momentum(
     grads: list[Any],
     buffers: list[Any],
 ) -> None:
-    """A group's step of ``SGD``, which afterwards stores its buffers by the parameters that it has
-    collected: so they must be DTensors. The step is made here; ``SGD`` then finds empty lists.
+    """Make a group's step of ``SGD`` with momentum on local tensors, and empty the lists.
+
+    After its own step, ``SGD`` would store the momentum buffers under the parameters in the lists.
+    The parameters in the lists could then not be local tensors. With empty lists ``SGD`` has
+    nothing left to do.
     """
     kept = [(p, b) for p, b in zip(params, buffers, strict=True) if b is not None]
     if not _alike(params, grads) or not _alike([p for p, _ in kept], [b for _, b in kept]):
@@ -113,8 +120,9 @@ def _step_with_momentum(
 
 
 def _alike(params: list[Any], tensors: list[Any]) -> bool:
-    """Whether each DTensor of ``tensors`` is distributed as the parameter in the same place, no
-    tensor is None, and every tensor of another class than its parameter is a number.
+    """Whether ``tensors`` are distributed as ``params``: each DTensor is distributed as the
+    parameter at the same position, no tensor is None, and every tensor whose class differs from its
+    parameter's class is 0-dim.
     """
     equal: set[tuple[int, int]] = set()
     for param, tensor in zip(params, tensors, strict=False):

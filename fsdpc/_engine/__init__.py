@@ -1,1 +1,1 @@
-"""The base of both front ends: units, trees and torch's objects over their memory."""
+"""The base of both front ends: units, trees of units, and tensors over the engine's memory."""

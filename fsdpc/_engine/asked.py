@@ -1,11 +1,11 @@
-"""Gradients of sharded parameters that a program asks for: ``loss.backward(inputs=parameters)`` and
+"""Gradients that a program asks for by sharded parameters: ``loss.backward(inputs=parameters)`` and
 ``torch.autograd.grad(loss, parameters)``.
 
-The graph of a loss leads to the gathered tensors, not to the sharded parameters (unless the loss
-reads these directly, as a penalty on weights does). So a backward that is asked for sharded
-parameters also makes the gradients of the gathered tensors, which the engine sums over the ranks
-into ``.grad`` as in every backward; all ranks must ask for the same parameters. ``autograd.grad``
-moves the sums from ``.grad`` into its result.
+The graph of a loss leads to the gathered tensors, not to the sharded parameters, unless the loss
+reads a sharded parameter directly, as a penalty on weights does. A backward with sharded parameters
+as inputs therefore also computes the gradients of the gathered tensors, which the engine sums over
+the ranks into ``.grad`` as in every backward. All ranks must ask for the same parameters.
+``autograd.grad`` moves the sums from ``.grad`` into its result.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from fsdpc._torch import RUN_BACKWARD, current_graph_task_id, is_batched
 
 
 def asked(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``run``, which every backward of torch goes through, so that its inputs may be sharded
-    parameters. ``StateError``: their gradients cannot be returned; its text says why.
+    """Wrap torch's function ``run``, which every backward calls, so that the inputs of a backward
+    may be sharded parameters.
+
+    The wrapped function raises ``StateError`` if the gradients cannot be returned; the error says
+    why.
     """
 
     @functools.wraps(run)
@@ -60,7 +63,7 @@ def asked(run: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def install() -> None:
-    """Let torch's backward come through ``asked``, once. Local."""
+    """Wrap torch's backward by ``asked``; later calls do nothing. Local."""
     setattr(torch.autograd, RUN_BACKWARD, asked(getattr(torch.autograd, RUN_BACKWARD)))
 
 
@@ -68,15 +71,19 @@ Places = dict[int, tuple[Any, Any, int]]
 
 
 def _variable(one: Any) -> Any:
-    """The leaf that an input stands for, or the input."""
+    """Return the leaf if ``one`` is a gradient edge, and the sharded parameter if ``one`` is a
+    placeholder of the parameter.
+
+    Any other input is returned unchanged.
+    """
     if isinstance(one, Tensor):
         return getattr(one, "_fsdpc_sharded", None) or one
     return getattr(one.node, "variable", one)
 
 
 def _places(inputs: Sequence[Any]) -> Places:
-    """Which inputs are trainable sharded parameters: parameter, unit and number in
-    ``unit.optim_params``, by position.
+    """Return {position: (parameter, unit, index in ``unit.optim_params``)} of those inputs that are
+    trainable sharded parameters.
     """
     places: Places = {}
     numbers: dict[int, dict[int, int]] = {}
@@ -95,7 +102,7 @@ def _places(inputs: Sequence[Any]) -> Places:
 
 
 def _gathered(places: Places) -> list[Tensor]:
-    """The gathered tensors of these parameters, each once."""
+    """Return the gathered tensors of these parameters, without duplicates."""
     found = {}
     for _, unit, number in places.values():
         for i in unit.optim_params[number][2]:
@@ -105,7 +112,7 @@ def _gathered(places: Places) -> list[Tensor]:
 
 
 def _refusal(places: Places, grads: Sequence[Any], create: bool, inputs: Sequence[Any]) -> str:
-    """Why ``autograd.grad`` cannot return these gradients; "" if it can."""
+    """Return the reason why ``autograd.grad`` cannot return these gradients; "" if it can."""
     units = {id(unit): unit for _, unit, _ in places.values()}.values()
     if create:
         return "as a graph (create_graph=True): compute them in the forward of the parameter's unit"
@@ -144,7 +151,10 @@ def _of_direct_reads(
     create: bool,
     inputs: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """The gradients of a loss that reads sharded parameters themselves and no gathered tensor."""
+    """Return the gradients if the loss reads the sharded parameters directly.
+
+    ``StateError``: the loss depends on a gathered tensor.
+    """
     made = (*inputs, *_gathered(places))
     found = run(outputs, grads, retain, create, made, True, accumulate_grad=False)
     if any(grad is not None for grad in found[len(inputs) :]):
@@ -166,7 +176,9 @@ def _summed(
     retain: bool,
     inputs: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """One gradient per input; for sharded parameters what ``.grad`` shows after a backward."""
+    """Return one gradient per input. For a sharded parameter, this is the gradient that a backward
+    puts into ``.grad``.
+    """
     targets = [_variable(one) for one in inputs]
     leaves = [one for one in targets if isinstance(one, Tensor) and one.is_leaf]
     others = [one for one in targets if not (isinstance(one, Tensor) and one.is_leaf)]
@@ -184,7 +196,7 @@ def _summed(
 
 @contextmanager
 def _without_grads(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Inside the block every leaf's ``.grad`` is None; afterwards it is what it was."""
+    """Set ``.grad`` of every leaf to None for the block, and restore it afterwards."""
     before = {id(leaf): (leaf, leaf.grad) for leaf in leaves}.values()
     for leaf, _ in before:
         leaf.grad = None
@@ -197,7 +209,7 @@ def _without_grads(leaves: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _caught(edges: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yields a list that gets the gradients that come to these edges."""
+    """Yield a list that receives the gradients of these edges when a backward computes them."""
     caught: list[Any] = [None] * len(edges)
 
     def catch(number: int, grads: Sequence[Any]) -> None:

@@ -1,9 +1,9 @@
-"""What companions do for the engine and its front ends, which know none of them: each companion
-registers its functions here when it is imported.
+"""Registry of the functions by which companions extend the engine and its front ends. The engine
+imports no companion; each companion registers its functions here when it is imported.
 
-Some functions work in programs that import no companion: ``fsdpc/__init__.py`` lists the modules
-that register them, and such a module is imported when its function is asked for. A companion whose
-folder was left out does nothing.
+Some functions must work even if the program imports no companion. ``fsdpc/__init__.py`` lists the
+modules that register these functions. The first request for such a function imports its module. If
+a companion's folder is missing from the installation, its functions do nothing.
 """
 
 from __future__ import annotations
@@ -18,32 +18,34 @@ _registered: dict[str, Callable[..., Any]] = {}
 
 
 def register(what: str, function: Callable[..., Any]) -> None:
-    """Let ``registered`` return the function. Local."""
+    """Register ``function`` under the name ``what``, for ``registered``. Local."""
     _registered[what] = function
 
 
 def registered(what: str) -> Callable[..., Any]:
-    """The registered function, or one that does nothing. Local."""
+    """Return the function registered under ``what``, or a function that does nothing. Local."""
     if what not in _registered:
         fsdpc._import_companion(what)
     return _registered.setdefault(what, _nothing)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands in for the function of a companion that was left out."""
+    """Do nothing, in place of a function of a companion that is missing from the installation."""
 
 
 def explain(error: BaseException, phase: str, **about: Any) -> None:
-    """Let a companion add to what failed in ``phase``; see ``fsdpc/plan/noticed.py``. Local; raises
-    nothing.
+    """Let a companion add a note to ``error``, which was raised in ``phase``; see
+    ``fsdpc/plan/noticed.py``. Local; never raises.
     """
     registered("explain")(error, phase, **about)
 
 
 @contextmanager
 def explained(phase: str, name: str = "") -> Iterator[None]:
-    """Around code of the unit ``name`` that may fail: calls ``explain`` with its exception."""
-    explain = registered("explain")  # an import may fail where memory is short
+    """Run the block, which works on unit ``name``. If the block raises an exception, call
+    ``explain`` with the exception.
+    """
+    explain = registered("explain")  # looked up now: once memory is short, an import may fail
     try:
         yield
     except BaseException as error:

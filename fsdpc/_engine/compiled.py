@@ -1,8 +1,9 @@
-"""``torch.compile`` around units.
+"""Units inside code that ``torch.compile`` compiles, and units around compiled modules.
 
-A unit must gather and swap parameters outside of compiled code: the frame of ``forward`` is never
-traced, and its callees are compiled separately. A compiled module is wrapped as a whole, because
-the compiler binds the original module before that could be wrapped.
+A unit must gather and swap its parameters outside compiled code. The compiler therefore never
+traces the frame of a unit's ``forward``; the functions that the frame calls are compiled
+separately. A compiled module is wrapped as a whole, because the compiled module refers to the
+original module, which can no longer be replaced by a wrapped one.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def hook(function: Function) -> Function:
-    """As ``not_traced``, callees included: a hook may run inside a module that is compiled with
-    ``fullgraph=True``, where whatever the compiler cannot trace raises.
+    """Make torch.compile skip the frame of ``function`` and the functions that it calls.
+
+    A hook may run inside a module that is compiled with ``fullgraph=True``, which raises for all
+    code that the compiler cannot trace.
     """
     return not_traced(function, _torch.SKIP_CALLEES)
 
 
 def not_traced(function: Function, strategy: Any = _torch.SKIP_FRAME) -> Function:
-    """Make torch.compile skip the frame of ``function``, not its callees. Costs nothing per call
-    and does not import the compiler.
+    """Make torch.compile skip the frame of ``function``, but not the functions that it calls.
+
+    Marking a function in this way costs nothing per call and does not import the compiler.
     """
     _torch.set_code_exec_strategy(function.__code__, strategy)
     marked: Any = function
@@ -41,8 +45,9 @@ def not_traced(function: Function, strategy: Any = _torch.SKIP_FRAME) -> Functio
 
 
 def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` without torch.compile and transforms of torch.func, callees included: for
-    calls that run once.
+    """Return ``function(*args)``. The function and all functions that it calls run outside
+    torch.compile and outside torch.func's transforms. Use this function only for calls that run
+    once.
     """
     if _torch.COMPILER in sys.modules:
         function = torch.compiler.disable(function)
@@ -51,7 +56,9 @@ def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def inside(module: nn.Module) -> nn.Module:
-    """The original of a module that ``torch.compile`` returned; any other module unchanged."""
+    """Return the original of a module that ``torch.compile`` has made. Return any other module
+    unchanged.
+    """
     compiled = _torch.compiled_class()
     if compiled is not None and isinstance(module, compiled):
         return inside(_torch.compiled_from(module))

@@ -1,4 +1,4 @@
-"""Containers of tensors with other items: of the same type and with the same fields."""
+"""Replacement of the items of containers: the result has the container's type and fields."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ Change = Callable[[Any], Any]
 
 
 def within(change: Change, value: Any) -> Any:
-    """A container with ``change(item)`` for each of its items; ``value`` itself if none changes, or
-    if ``value`` is no container. Local.
+    """Return a container like ``value`` with ``change(item)`` in the place of each item.
+
+    Return ``value`` itself if no item changes or ``value`` is no container. Local.
 
     Containers are tuples, lists, dicts, sets, dataclasses, and whatever is registered with
     torch's pytrees.
@@ -36,7 +37,7 @@ def is_dataclass(value: Any) -> bool:
 
 
 def children_of(value: Any) -> list[Any] | None:
-    """The items of a tuple, list, set or registered pytree node, else None. Local."""
+    """Return the items of a tuple, list, set or registered pytree node; else None. Local."""
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
     node = pytree_nodes.get(type(value))
@@ -44,7 +45,7 @@ def children_of(value: Any) -> list[Any] | None:
 
 
 def rebuilt(value: Any, items: Sequence[Any]) -> Any:
-    """Another object like ``value``, with ``items`` as its ``children_of``. Local."""
+    """Return an object like ``value`` whose items (see ``children_of``) are ``items``. Local."""
     kind = type(value)
     if isinstance(value, list):
         made = copy.copy(value)
@@ -59,7 +60,10 @@ def rebuilt(value: Any, items: Sequence[Any]) -> Any:
 
 
 def _within_fields(change: Change, value: Any) -> Any:
-    """``within`` for a dict, a dataclass, or both: no constructor runs on the new values."""
+    """Apply ``within`` to a dict, a dataclass, or an object that is both.
+
+    The object is copied and changed, so that no constructor runs on the new values.
+    """
     made = value
     for key, item in list(value.items()) if isinstance(value, dict) else ():
         new = change(item)
@@ -78,7 +82,7 @@ def _within_fields(change: Change, value: Any) -> Any:
 def _copy_of(value: Any) -> Any:
     try:
         return copy.copy(value)
-    except TypeError:  # a dict that is a dataclass, whose constructor needs the fields
+    except TypeError:  # `value` is a dict and a dataclass, and its constructor needs the fields
         if not is_dataclass(value):
             raise
         return dataclasses.replace(value)

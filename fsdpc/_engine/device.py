@@ -1,7 +1,7 @@
-"""The engine's device for a torch device: the CPU, or a GPU by ordinal.
+"""The engine's device for a torch device: the CPU, or a GPU with its ordinal number.
 
-``FSDPC_LIBCUDA`` may name a simulated driver, whose memory is host memory. Then CPU modules are
-sharded on its GPU 0, so that GPU code is tested without a GPU.
+``FSDPC_LIBCUDA`` may name a simulated driver, whose device memory is host memory. In that case CPU
+modules are sharded on the driver's GPU 0, so that tests can run GPU code without a GPU.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ CPU = torch.device("cpu")
 
 @cache
 def stand_in() -> bool:
-    """True if CPU modules are sharded on a simulated GPU. Local. ``NotImplementedError``: the
-    driver named by ``FSDPC_LIBCUDA`` does not work.
+    """Whether CPU modules are sharded on a simulated GPU. Local.
+
+    ``NotImplementedError``: the driver named by ``FSDPC_LIBCUDA`` does not work.
     """
     return _C.stand_in()
 
 
 @cache
 def use_torch_allocator(ordinal: int) -> None:
-    """Allocate units' memory on this GPU through torch's caching allocator and statistics. Local.
+    """Allocate units' memory on this GPU through torch's caching allocator. Local.
 
-    Slots of gathered parameters are excepted: they need driver mappings. If the driver is out of
-    memory, torch's cache is emptied first.
+    The memory then counts in torch's statistics. Slots of gathered parameters are not allocated
+    through torch, because slots need mappings of the driver. If the driver has no memory left for a
+    slot, torch's cache is emptied, and the driver is asked again.
     """
 
     def alloc(size: int, stream: int) -> int:
@@ -41,7 +43,10 @@ def use_torch_allocator(ordinal: int) -> None:
 
 
 def engine_device(device: torch.device) -> int | None:
-    """Ordinal of the GPU that shards modules on ``device``; None for the CPU. Local."""
+    """Return the ordinal of the GPU on which modules on ``device`` are sharded; None for the CPU.
+
+    Local.
+    """
     if device.type == "cuda":
         _C.set_stream_function(current_raw_stream)
         ordinal = torch.cuda.current_device() if device.index is None else device.index
@@ -51,11 +56,11 @@ def engine_device(device: torch.device) -> int | None:
 
 
 def kernel_ordinal(tensor: torch.Tensor) -> int:
-    """The GPU whose kernels work on a tensor, -1 for the processor. Local."""
+    """Return the ordinal of the GPU whose kernels work on a tensor; -1 for the CPU. Local."""
     ordinal = engine_device(tensor.device)
     return -1 if ordinal is None else ordinal
 
 
 def tensor_device(ordinal: int | None) -> torch.device:
-    """The torch device of tensors made by the engine's device ``ordinal``. Local."""
+    """Return the torch device of tensors in memory of the engine's device ``ordinal``. Local."""
     return CPU if ordinal is None or stand_in() else torch.device("cuda", ordinal)

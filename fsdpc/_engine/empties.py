@@ -1,8 +1,9 @@
-"""Buffers that ``to_empty`` has made and nobody has written.
+"""Detection of buffers that ``Module.to_empty`` has made and no code has written since.
 
-A model that is made on the meta device and filled from a checkpoint has its parameters from there,
-and buffers that are not persistent (rotary frequencies, position numbers) from nowhere:
-``to_empty`` fills these with NaN, or an extreme number, so that they can be told from values.
+If a model is made on the meta device and filled from a checkpoint, its parameters come from the
+checkpoint, but buffers that are not persistent (rotary frequencies, position numbers) get no
+values. fsdpc lets ``to_empty`` fill such buffers with NaN, or with an extreme number, so that they
+can be told from buffers with values.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ nn.Module.to_empty = _to_empty  # type: ignore[method-assign]
 
 
 def is_unwritten(buffer: Tensor) -> bool:
-    """True for a buffer without values: on the meta device, or as ``to_empty`` has left it. Local;
-    waits for a GPU only where ``to_empty`` has made the buffer and no kernel has written it.
+    """Whether a buffer has no values: the buffer is on the meta device, or ``to_empty`` has made
+    the buffer and no code has written to the buffer since.
+
+    Local. The call waits for the GPU only if ``to_empty`` has made the buffer.
     """
     if buffer.is_meta:
         return True
@@ -43,14 +46,14 @@ def is_unwritten(buffer: Tensor) -> bool:
         return False
     local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
     value = _filling(local.dtype)
-    if value != value:  # a program hardly writes NaN everywhere
+    if value != value:  # `value` is NaN, which programs hardly ever write to all elements
         return bool(local.isnan().all())
     return mark == buffer._version and bool((local == value).all())
 
 
 @torch.no_grad()
 def fill(buffer: Tensor) -> None:
-    """Mark a buffer that has memory as unwritten. Local."""
+    """Fill a buffer and mark it as unwritten; do nothing if it has no memory. Local."""
     local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
     if not local.is_meta and local.numel():
         local.fill_(_filling(local.dtype))

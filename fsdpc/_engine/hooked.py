@@ -1,9 +1,9 @@
-"""Units whose gradients a function in Python sums, in place of the engine's sum.
+"""Communication hooks: a Python function sums a unit's gradients over ranks instead of the engine.
 
-Collectives in such functions match by order, so before each call the ranks exchange which unit is
-next and which of its parameters have gradients. If the units differ (data-dependent routing), calls
-are deferred from then on to the end of backward, and made in module order. A unit without gradients
-on any rank makes no call.
+The ranks' collectives in such functions match by their order. Therefore, before each call the ranks
+exchange which unit is next and which of its parameters have gradients. If the units differ, as with
+data-dependent routing, all further calls are deferred to the end of backward and made in module
+order. There is no call for a unit that has no gradients on any rank.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import torch
 from fsdpc import _C
 from fsdpc._comm.channel import this_rank
 
-# (unit, gradients of each segment, rows of the layout) -> this rank's pieces of the sums, divided.
+# A function that gets the unit, the gradients of each segment and the layouts of the segments. It
+# returns this rank's shard of each segment's gradients, summed over the ranks and divided.
 Summing = Callable[[Any, list[torch.Tensor], list[dict[str, Any]]], list[torch.Tensor]]
-_END = -1  # in place of a unit's number: this rank has no unit left to reduce
-_DIFFERENT = -2  # ranks of another group of the unit gave different numbers
+_END = -1  # sent in place of a unit's number: this rank has no unit left to reduce
+_DIFFERENT = -2  # sent in place of a unit's number: ranks of another group sent different numbers
 
 
 def attach(tree: Any, hosts: Sequence[Any]) -> None:
-    """Let each host's ``_summing``, if it has one, sum the gradients of its unit in ``tree``.
-    Local. The hosts and their order are the same on all ranks.
+    """Let each host's function ``_summing``, if there is one, sum the gradients of the host's unit
+    in ``tree``. Local. The hosts and their order must be the same on all ranks.
     """
     orders: dict[tuple[int, ...], _Order] = {}
     for host in hosts:
@@ -45,7 +46,9 @@ def attach(tree: Any, hosts: Sequence[Any]) -> None:
 
 
 class _Hooked:
-    """One unit: packs the gradients, calls the function, accumulates the result."""
+    """A unit whose gradients the function ``summing`` sums. ``reduce`` packs the gradients, calls
+    ``summing`` and accumulates the result.
+    """
 
     def __init__(self, unit: Any, summing: Summing) -> None:
         self.unit = weakref.ref(unit)
@@ -70,12 +73,14 @@ class _Hooked:
 
 
 class _Order:
-    """The units of the same communicators; their ranks agree on the order of calls."""
+    """The units that share the communicators ``comms``. The ranks of these communicators agree on
+    the order in which the units' functions are called.
+    """
 
     def __init__(self, comms: list[Any], tree: Any, first: int) -> None:
         self.comms = comms
         self.tree = weakref.ref(tree)
-        self.first = first  # one of the units, by its number in the tree
+        self.first = first  # the number in the tree of the first of these units
         self.members: list[_Hooked] = []
         self.width = 0
 
@@ -96,8 +101,9 @@ class _Order:
         return True
 
     def call_deferred(self) -> None:
-        """Make the deferred calls, at the end of every backward. Collective. ``MismatchError``:
-        ranks called hooks of different units.
+        """Make the deferred calls; run at the end of every backward. Collective.
+
+        ``MismatchError``: ranks called hooks of different units.
         """
         what = "communication hooks at the end of backward"
         while True:
@@ -119,14 +125,18 @@ class _Order:
                     member.reduce(used)
 
     def _agree(self, number: int, own: Sequence[int], what: str) -> bytes | None:
-        """Elementwise OR of ``own`` over ranks; None if ranks differ in ``number``. Collective."""
+        """Return the elementwise OR of ``own`` over ranks; None if ranks have different ``number``.
+
+        Collective.
+        """
         mine = np.zeros(4 + self.width, np.uint8)
         mine[:4] = np.array([number], np.int32).view(np.uint8)
         mine[4 : 4 + len(own)] = np.frombuffer(bytes(own), np.uint8)
         different = np.array([_DIFFERENT], np.int32).view(np.uint8)
         self.tree().core.before_hook(self.first, what)
         for comm in self.comms:
-            rows = np.tile(mine, (comm.world, 1))  # a fake process group does not write them
+            # In a fake process group all_gather does not change `rows`.
+            rows = np.tile(mine, (comm.world, 1))
             comm.all_gather(rows, what=what)
             if (rows[:, :4] != mine[:4]).any():
                 mine[:4] = different

@@ -1,6 +1,8 @@
-"""What the engine needs of a front end: the description of a unit's host, and the front end's
-part of lazy initialisation. ``FullyShardedDataParallel`` and ``fully_shard`` provide both; a third
-front end needs no change in the engine if it has a ``UnitHost`` and a ``FrontEnd``.
+"""The interface between the engine and its front ends, ``FullyShardedDataParallel`` and
+``fully_shard``.
+
+A front end provides a ``UnitHost`` for each unit, and one ``FrontEnd``: the functions that lazy
+initialisation calls. A third front end that provides both needs no change in the engine.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ class UnitHost(Protocol):
     """The object that owns at most one unit: an instance of a wrapper class, or the state of one
     call of ``fully_shard``.
 
-    ``_unit``: None without managed parameters. ``_pass_unit``: a unit without parameters whose
-    hooks mark the begin and end of a pass, for a root without a unit. ``_root``, ``_tree``,
-    ``_is_root``: None until lazy initialisation; ``_tree`` is set on roots only. ``_mark_handles``:
-    hooks to be removed when the tree ends. ``_others``: hosts of further units of the same modules.
-    ``_summing``: what sums the unit's gradients in place of the engine, or None.
+    ``_unit``: the unit, or None if the host manages no parameters. ``_pass_unit``: for a root
+    without a unit, a unit without parameters whose hooks mark the begin and the end of a pass.
+    ``_root``, ``_tree``, ``_is_root``: None until lazy initialisation; ``_tree`` is set on roots
+    only. ``_mark_handles``: handles of the hooks to remove when the tree is detached. ``_others``:
+    hosts of further units of the same modules. ``_summing``: the function that sums the unit's
+    gradients in place of the engine, or None.
     """
 
     _front: FrontEnd
@@ -50,7 +53,7 @@ class UnitHost(Protocol):
 
 @dataclass(frozen=True)
 class TreeOptions:
-    """Options of a tree, read from its root. ``backward_prefetch``: "pre", "post" or None."""
+    """The options of a tree, taken from its root. ``backward_prefetch``: "pre", "post" or None."""
 
     backward_prefetch: str | None = "pre"
     forward_prefetch: bool = False
@@ -58,16 +61,18 @@ class TreeOptions:
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """A front end's part of lazy initialisation; see ``fsdpc/_engine/root.py``.
+    """The functions of a front end that lazy initialisation calls; see ``fsdpc/_engine/root.py``.
 
-    ``hosts(module)``: the hosts of this front end for the module. ``describe(host)``: what the host
-    is, for errors. ``check(hosts)``: called before hosts join a tree; takes over what the user has
-    changed, and raises ``ValueError`` if options that must be equal in a tree differ.
-    ``prepare(host, name)``: sets what depends on the position in the tree. ``pass_unit(root)``: the
-    root's ``_pass_unit``, made on demand. ``forget_pass_unit(root)``: called when that is dropped.
-    ``options(root)``: the tree's options. ``modules(root)``: the modules that the root owns.
-    ``ignored(root)``: modules and parameters below it that the user left out. ``clean``: a name as
-    the user knows it. ``one_device``: how a user puts units on one device.
+    ``hosts(module)``: return the hosts of this front end for the module. ``describe(host)``: return
+    a description of the host for errors. ``check(hosts)``: called before hosts join a tree; applies
+    the options that the user has changed, and raises ``ValueError`` if hosts differ in an option
+    that must be equal in a tree. ``prepare(host, name)``: set what depends on the host's position
+    in the tree. ``pass_unit(root)``: return the root's ``_pass_unit``, made at the first call.
+    ``forget_pass_unit(root)``: called when the ``_pass_unit`` is dropped. ``options(root)``: return
+    the tree's options. ``modules(root)``: return the modules that the root owns. ``ignored(root)``:
+    return the modules and parameters below the root that the user has excluded. ``clean(name)``:
+    return a module's name as the user knows it. ``one_device``: the text that tells users in errors
+    how to put all units on one device.
     """
 
     hosts: Callable[[nn.Module], Iterable[Any]]
@@ -83,8 +88,8 @@ class FrontEnd:
     one_device: str
 
     def placed(self, modules: Iterable[nn.Module]) -> Iterator[tuple[str, int, Any]]:
-        """``(clean name, nesting depth among units, host)`` of the hosts at or below these modules,
-        in module order, each once. Local.
+        """Yield ``(clean name, nesting depth among units, host)`` once for each host at or below
+        these modules, in module order. Local.
         """
         done: set[int] = set()
         seen: set[nn.Module] = set()

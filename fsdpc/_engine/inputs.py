@@ -1,6 +1,6 @@
-"""Tensors in a module's arguments: moved to the compute device, cast to the compute dtype.
-Containers are traversed (``containers.within``); a value without changes is returned as the same
-object.
+"""Preparation of a module's arguments: tensors are moved to the compute device and cast to the
+compute dtype. The items of containers are changed in the same way (``containers.within``). A value
+in which nothing changes is returned as the same object.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _PLAIN = (int, float, str, bytes)
 def preparation(
     device: torch.device | None, dtype: torch.dtype | None
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments] | None:
-    """A function of positional and keyword arguments that moves all tensors to ``device`` (not to
-    a CPU), then casts floating ones to ``dtype``; None if there is nothing to do. Local.
+    """Return a function of positional and keyword arguments that moves all tensors to ``device``,
+    unless that is the CPU, and then casts floating-point tensors to ``dtype``. Return None if there
+    is nothing to do. Local.
     """
     moves = device is not None and device.type != "cpu"
     if moves and dtype is not None:
@@ -42,7 +43,7 @@ def _arguments(
 
 
 def cast_tree(dtype: torch.dtype, value: Any) -> Any:
-    """``value`` with its floating tensors in ``dtype``."""
+    """Return ``value`` with its floating-point tensors cast to ``dtype``."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype is not dtype and value.is_floating_point() else value
     if value is None or isinstance(value, _PLAIN):
@@ -53,7 +54,7 @@ def cast_tree(dtype: torch.dtype, value: Any) -> Any:
 
 
 def move_tree(device: torch.device, value: Any) -> Any:
-    """``value`` with its tensors on ``device``."""
+    """Return ``value`` with its tensors moved to ``device``."""
     if isinstance(value, torch.Tensor):
         return value if value.device == device else value.to(device)
     if value is None or isinstance(value, _PLAIN):
@@ -63,18 +64,19 @@ def move_tree(device: torch.device, value: Any) -> Any:
     return within(partial(move_tree, device), value)
 
 
-# cast_arguments(dtype, args, kwargs) casts every floating tensor; move_arguments(device, args,
-# kwargs) moves every tensor to a device that has an index. Both are differentiable: gradients have
-# the input's dtype and lie on the input's device.
+# cast_arguments(dtype, args, kwargs) casts every floating-point tensor.
+# move_arguments(device, args, kwargs) moves every tensor to a device that has an index.
+# Both are differentiable: a gradient gets the dtype and the device of the original input.
 cast_arguments, move_arguments = partial(_arguments, cast_tree), partial(_arguments, move_tree)
 
 
 def alias_arguments(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Arguments:
-    """``args`` and ``kwargs`` with a view in place of each tensor that requires a gradient and is
-    an argument, or in a tuple argument: the view's autograd node is this call's alone.
+    """Return ``args`` and ``kwargs`` with a view in the place of each tensor that requires a
+    gradient and is an argument or an item of a tuple. No other call shares the views' autograd
+    nodes.
 
-    Each tensor gets one view, so that equal objects stay equal. Containers that a forward may
-    mutate are passed unchanged.
+    An object that occurs several times gets one view. Containers that a forward may mutate are
+    passed unchanged.
     """
     views: dict[int, torch.Tensor] = {}
     args = tuple([_alias(views, value) for value in args])
@@ -82,7 +84,7 @@ def alias_arguments(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Arg
 
 
 def _alias(views: dict[int, torch.Tensor], value: Any) -> Any:
-    # No closure that names itself: the cycle would keep the inputs until Python's next collection.
+    # Not a recursive closure: its reference cycle would keep the inputs until Python's gc runs.
     if isinstance(value, torch.Tensor):
         if not value.requires_grad or value.is_sparse:
             return value

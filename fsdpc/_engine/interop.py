@@ -1,4 +1,4 @@
-"""Interoperation of torch and the engine: dtype names, tensors over the engine's memory."""
+"""Interoperation of torch and the engine, such as dtype names and tensors over engine memory."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ _NAMES: dict[torch.dtype, str] = {
 }
 
 
-# Whether autocast is enabled for any device type, by the cheapest call.
+# Returns whether autocast is enabled for any device type.
 autocasts = _torch.is_any_autocast_enabled
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The engine's name of a dtype; "uint8" (opaque bytes) for one that it cannot cast and sum."""
+    """Return the engine's name of a dtype. The name is "uint8" (opaque bytes) if the engine cannot
+    cast and sum the dtype.
+    """
     return _NAMES.get(dtype, "uint8")
 
 
 def computes(dtype: torch.dtype) -> bool:
-    """True for dtypes that the engine can cast and sum."""
+    """Whether the engine can cast and sum a dtype."""
     return dtype in _NAMES
 
 
 def check_trains(what: str, dtype: torch.dtype) -> None:
-    """``TypeError``: the trainable parameter ``what`` has a dtype that the engine cannot sum."""
+    """Raise ``TypeError`` if the engine cannot sum the dtype of trainable parameter ``what``."""
     if computes(dtype):
         return
     out = "Freeze it (requires_grad_(False)), or list it in ignored_states (ignored_params)"
@@ -54,29 +56,30 @@ def check_trains(what: str, dtype: torch.dtype) -> None:
 
 
 def over(capsule: Any, dtype: torch.dtype, shape: torch.Size | None = None) -> torch.Tensor:
-    """A tensor over the memory of a DLPack capsule, without a copy, with a new storage."""
+    """Return a tensor over the memory of a DLPack capsule, with a new storage and no copy."""
     tensor = from_dlpack(capsule)
     if tensor.dtype != dtype:
         tensor = tensor.view(dtype)
     return tensor if shape is None else tensor.view(shape)
 
 
-@torch.inference_mode(False)  # tensors made in inference mode have no counter
+@torch.inference_mode(False)  # tensors made in inference mode have no version counter
 def version_counter(device: torch.device) -> torch.Tensor:
-    """A tensor whose version counter ``counted`` shares with others."""
+    """Return a tensor whose version counter other tensors can share; see ``counted``."""
     return torch.empty(16, dtype=torch.uint8, device=device)
 
 
 def counted(counter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with ``tensor``'s memory and shape and the version counter of ``counter``."""
+    """Return a tensor with the memory of ``tensor`` and the version counter of ``counter``."""
     result = counter.view(tensor.dtype).detach()
     result.data = tensor
     return result
 
 
 def makes_grads(params: list[torch.Tensor]) -> bool:
-    """Whether the backward that runs on this thread makes a gradient of one of these leaves;
-    ``torch.autograd.grad`` makes the gradients of its ``inputs`` only.
+    """Whether the backward that runs on this thread computes the gradient of one of these leaves.
+
+    ``torch.autograd.grad`` computes only the gradients of its ``inputs``.
     """
     trained = (param for param in params if param.requires_grad)
     return any(_torch.will_execute(get_gradient_edge(param).node) for param in trained)
@@ -92,7 +95,9 @@ def refuse_export() -> None:
 
 
 def torch_functions() -> tuple[Any, ...]:
-    """torch's functions that the engine's hooks call, in the order of csrc/py/step/py_tree.c."""
+    """Return the Python objects that the engine's hooks use, in the order in which
+    csrc/py/step/py_tree.c lists them.
+    """
     return (
         torch.Tensor,
         torch.is_grad_enabled,
@@ -115,7 +120,7 @@ def torch_functions() -> tuple[Any, ...]:
 
 
 def around(local: torch.Tensor, spec: Any) -> torch.Tensor:
-    """A DTensor with ``spec`` whose local tensor is the very object ``local``."""
+    """Return a DTensor with ``spec`` whose local tensor is the object ``local`` itself."""
     if spec.tensor_meta.dtype != local.dtype:
         meta = _torch.TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
         spec = _torch.DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
@@ -123,7 +128,7 @@ def around(local: torch.Tensor, spec: Any) -> torch.Tensor:
 
 
 def put_grad(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Set ``leaf.grad``, also to a gradient of another dtype, which torch refuses. Local."""
+    """Set ``leaf.grad``, even to a gradient of another dtype, which torch would refuse. Local."""
     leaf.grad = None
     if grad is None or grad.dtype == leaf.dtype:
         leaf.grad = grad

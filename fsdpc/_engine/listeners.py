@@ -1,10 +1,11 @@
 """The user's post-accumulate-grad hooks on sharded parameters, and optimizers that step in
 backward.
 
-Sharded parameters are in no autograd graph, so torch calls neither. The engine calls both at
-the end of every synchronised backward, on every rank of the group, for each parameter that got a
-gradient on any rank: ``.grad`` holds the reduced gradient. On ranks without elements of the
-parameter ``.grad`` is an empty tensor while hooks run and None afterwards, and no optimizer steps.
+Sharded parameters are in no autograd graph, so torch calls neither these hooks nor these
+optimizers. The engine calls them at the end of every synchronised backward, on every rank of the
+group, for each parameter that got a gradient on any rank; ``.grad`` is the reduced gradient. On a
+rank without elements of the parameter, ``.grad`` is an empty tensor while hooks run and None
+afterwards, and no optimizer steps.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from fsdpc._engine.writeback import owner_of
 def call_listeners(params: list[nn.Parameter]) -> None:
     """Call the hooks and optimizers of ``params`` (in module order), last parameter first. Local.
 
-    Hooks of ``register_post_accumulate_grad_hook`` come first, with the parameter as argument. Then
-    the optimizers of ``torch.distributed.optim._apply_optimizer_in_backward`` step, and ``.grad``
-    is None afterwards, as without sharding. A hook's exception propagates from ``backward()``.
+    For each parameter, the hooks of ``register_post_accumulate_grad_hook`` are called first, with
+    the parameter as argument. Then the optimizers that
+    ``torch.distributed.optim._apply_optimizer_in_backward`` has attached step, and ``.grad`` is set
+    to None, as without sharding. ``backward()`` raises the exception of a hook.
     """
     for param in reversed(params):
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
@@ -39,15 +41,17 @@ def call_listeners(params: list[nn.Parameter]) -> None:
 
 
 def holds_nothing(param: nn.Parameter) -> bool:
-    """True for a sharded parameter without elements on this rank, but with some on other ranks."""
+    """Whether all elements of a sharded parameter are on other ranks."""
     owner = owner_of(param) if param.numel() == 0 else None
     return owner is not None and owner.holds_nothing(param)
 
 
 def check_listeners(name: str, unit: str, param: nn.Parameter, use_orig_params: bool) -> None:
-    """Warn, when a unit is constructed, about hooks that will not be called. Local.
+    """Warn if a parameter has hooks that will not be called once a unit manages the parameter.
+    Local.
 
-    ``RuntimeError``: a parameter that a flat parameter will replace has an optimizer in backward.
+    ``RuntimeError``: the parameter has an optimizer in backward, and a flat parameter will replace
+    the parameter.
     """
     if not use_orig_params and param.__dict__.get("_in_backward_optimizers"):
         raise RuntimeError(

@@ -1,9 +1,10 @@
-"""Parameters whose memory is codes of another library: bitsandbytes' ``Params4bit``. Refuses
-parameter classes that wrap several tensors.
+"""Parameters whose memory holds codes of another library: bitsandbytes' ``Params4bit``. Parameter
+classes that wrap several tensors are refused.
 
-Their dtype, ``quant_storage``, may be a float of any size, but no cast may touch them: the engine
-carries their bytes. Modules see the library's class with its ``quant_state``; every rank has the
-scales in it, which checkpoints and state dicts hold beside the codes.
+The dtype of such a parameter, ``quant_storage``, may be a floating-point type of any size, but its
+memory must never be cast: the engine communicates the bytes as they are. Modules see parameters of
+the library's class with their ``quant_state``. Every rank has the scales in ``quant_state``;
+checkpoints and state dicts contain the scales beside the codes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fsdpc import _C
 
 _STATE, _CLASS, _LOADS = "quant_state", "_fsdpc_codes_class", "_fsdpc_loads_codes"
 SCALES = ("absmax", "nested_absmax", "nested_offset")
-_SAVED = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")  # the state's tensors
+_SAVED = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")  # in state dicts
 
 
 def holds_codes(param: Any) -> bool:
@@ -27,7 +28,10 @@ def holds_codes(param: Any) -> bool:
 
 
 def check_memory(param: Any, what: str, way_out: str) -> None:
-    """``TypeError``: the parameter's class wraps tensors (torchao's) that only its code can cut."""
+    """Raise ``TypeError`` if the parameter's class wraps other tensors, as torchao's classes do.
+
+    Only the class itself could divide these tensors.
+    """
     if hasattr(type(param), "__tensor_flatten__"):
         raise TypeError(
             f"{what} is of the class {type(param).__name__} ({type(param).__module__}), whose "
@@ -36,7 +40,9 @@ def check_memory(param: Any, what: str, way_out: str) -> None:
 
 
 def check_is_kept(param: Any, what: str, dtype: torch.dtype) -> None:
-    """``TypeError``: codes would be converted to ``dtype``, or floats be written into bytes."""
+    """Raise ``TypeError`` if codes would be cast to ``dtype``, or if values of a floating-point
+    ``dtype`` would be written into bytes.
+    """
     if holds_codes(param) and param.dtype != dtype:
         raise TypeError(
             f"{what} holds 4-bit codes in memory of {param.dtype}, which a conversion to {dtype} "
@@ -51,7 +57,7 @@ def check_is_kept(param: Any, what: str, dtype: torch.dtype) -> None:
 
 
 def check_same_state(param: Any, shown: Any, what: str) -> None:
-    """``ValueError``: other codes, with other scales, are to be written over those of ``param``."""
+    """Raise ``ValueError`` if ``param`` and ``shown`` both hold codes but have different scales."""
     old, new = (getattr(each, "__dict__", {}).get(_STATE) for each in (param, shown))
     if old is not None and new is not None and new is not old:
         raise ValueError(
@@ -61,7 +67,7 @@ def check_same_state(param: Any, shown: Any, what: str) -> None:
 
 
 def check_trainable(param: Any, what: str) -> None:
-    """``TypeError``: the parameter holds codes and requires a gradient."""
+    """Raise ``TypeError`` if the parameter holds codes and requires a gradient."""
     if holds_codes(param) and param.requires_grad:
         raise TypeError(
             f"{what} requires a gradient, but holds 4-bit codes, which no optimizer can step: "
@@ -70,7 +76,9 @@ def check_trainable(param: Any, what: str) -> None:
 
 
 def parameter(tensor: Tensor, like: Any, requires_grad: bool) -> Any:
-    """A Parameter over ``tensor``; if ``like`` holds codes, of its class and with its state."""
+    """Return a Parameter over ``tensor``. If ``like`` holds codes, the Parameter has the class and
+    the attributes of ``like``.
+    """
     if not holds_codes(like):
         return nn.Parameter(tensor, requires_grad)
     kind = like.__dict__.get(_CLASS, type(like))
@@ -80,8 +88,8 @@ def parameter(tensor: Tensor, like: Any, requires_grad: bool) -> Any:
 
 
 def attributes(param: Any) -> dict[str, Any]:
-    """Attributes that an object of another class needs in ``param``'s place: state dicts look for
-    ``weight.absmax`` among them.
+    """Return the attributes that an object of another class needs to stand for ``param`` if
+    ``param`` holds codes. State dicts look up ``weight.absmax``, for example.
     """
     if not holds_codes(param):
         return {}
@@ -91,14 +99,18 @@ def attributes(param: Any) -> dict[str, Any]:
 
 
 def mark_again(param: Any, like: Any) -> None:
-    """Give ``param`` the attributes of ``like`` that ``Module.to`` of DTensors has dropped."""
+    """Copy the attributes of ``like`` to ``param``, because ``Module.to`` of DTensors drops these
+    attributes.
+    """
     if holds_codes(like) and not holds_codes(param):
         param.__dict__.update(attributes(like))
 
 
 def check(module: nn.Module, param: nn.Parameter, what: str) -> None:
-    """Prepare codes for sharding. ``ValueError``: values are not quantised yet, or an evaluation
-    has reordered the codes. ``TypeError``: codes require gradients, or are of 8 bits. Local.
+    """Check that a parameter's codes can be sharded, and prepare its module. Local.
+
+    ``ValueError``: the values are not quantised yet, or an evaluation has reordered the codes.
+    ``TypeError``: the codes require a gradient, or have 8 bits.
     """
     if getattr(param, "has_fp16_weights", True) is False:
         raise TypeError(
@@ -121,18 +133,20 @@ def check(module: nn.Module, param: nn.Parameter, what: str) -> None:
         )
     check_trainable(param, what)
     if hasattr(module, "support_avx512bf16_for_cpu"):
-        module.support_avx512bf16_for_cpu = False  # bitsandbytes would reorder gathered codes
+        module.support_avx512bf16_for_cpu = False  # else bitsandbytes reorders gathered codes
 
 
 def let_load(module: nn.Module, param: nn.Parameter) -> None:
-    """Let ``module`` load the state of codes that it saves; they may be sharded or not. Local."""
+    """Let ``module``, sharded or not, load the ``quant_state`` that the module saves. Local."""
     if holds_codes(param) and not module.__dict__.get(_LOADS):
         module.__dict__[_LOADS] = True
         module.register_load_state_dict_pre_hook(_take)
 
 
 def scales(param: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the state that depend on the weights, under bitsandbytes' names."""
+    """Return (bitsandbytes' name, tensor) for each tensor of the parameter's ``quant_state`` that
+    depends on the weights.
+    """
     state = getattr(param, "__dict__", {}).get(_STATE)
     return iter(()) if state is None else _scales(state)
 
@@ -146,7 +160,9 @@ def _scales(state: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def description(param: Any) -> str:
-    """What of the state must be equal on all ranks, as a text to compare; "" without a state."""
+    """Return a text with those values of the ``quant_state`` that must be equal on all ranks. The
+    text is "" if the parameter has no ``quant_state``.
+    """
     state = getattr(param, "__dict__", {}).get(_STATE)
     if state is None:
         return ""
@@ -160,7 +176,9 @@ def description(param: Any) -> str:
 
 @torch.no_grad()
 def _take(module: Any, given: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Take the state of codes out of a state dict, which ``Linear4bit`` saves but does not load."""
+    """Load the ``quant_state`` from a state dict. ``Linear4bit`` saves its ``quant_state``, but
+    does not load it.
+    """
     before, state = f"{prefix}weight.", getattr(module.weight, _STATE, None)
     found = {key: given.pop(key) for key in list(given) if key.startswith(before)}
     if state is None or not found:

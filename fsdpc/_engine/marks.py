@@ -1,4 +1,4 @@
-"""Marks set by the user on modules and read by the engine."""
+"""Marks that the user sets on modules and parameters, and that the engine reads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def mark_data_dependent(module: M) -> M:
     """Declare that data decides, on each rank separately, which units below ``module`` run.
 
     Mark the container of a mixture of experts whose router picks experts from each rank's batch.
-    Without shared memory, all units below a marked module are gathered on every rank in a fixed
-    order; over shared memory, where any rank may gather any unit, the mark is a no-op.
+    Without shared memory, all units below a marked module are gathered on every rank, in a fixed
+    order. Over shared memory the mark is a no-op, because each rank may gather any unit.
 
     Local; call on every rank, before the first forward. Returns ``module``. ``TypeError``:
     ``module`` is not an ``nn.Module``.
@@ -31,11 +31,14 @@ def mark_data_dependent(module: M) -> M:
 
 
 def mark_replicated(what: P) -> P:
-    """Declare that the program itself keeps the parameters of a module, or a parameter, equal on
-    all ranks: they were added below a sharded module, no unit manages them, and each forward would
-    raise. The program averages their gradients (``dist.all_reduce`` before the optimizer's step).
+    """Declare that the program itself keeps a parameter, or the parameters of a module, equal on
+    all ranks.
 
-    Local; call on every rank. Returns ``what``. ``TypeError``: it is no module or parameter.
+    Without this mark each forward raises if parameters that no unit manages were added below a
+    sharded module. The program must average their gradients (``dist.all_reduce`` before the
+    optimizer's step).
+
+    Local; call on every rank. Returns ``what``. ``TypeError``: ``what`` is no module or parameter.
     """
     if not isinstance(what, nn.Module | nn.Parameter):
         raise TypeError(
@@ -51,16 +54,20 @@ def is_replicated(what: nn.Module | nn.Parameter) -> bool:
 
 
 def hosts(model: nn.Module) -> list[Any]:
-    """The hosts of units in ``model``, of either interface, in module order. Local."""
+    """Return the objects in ``model`` that own units (``UnitHost``), in module order: those of
+    FSDP1 and those of ``fully_shard``. Local.
+    """
     found = [getattr(module, "_fsdpc_host", None) for module in model.modules()]
     whole = [each for host in found if host is not None for each in (host, *host._others)]
     return list({id(host): host for host in whole}.values())
 
 
 def attach_marked(root: nn.Module) -> list[Any]:
-    """Register hooks on the marked modules below ``root``, for trees without shared memory: every
-    rank gathers all units of a marked module in module order, around its forward and again when the
-    first gradient reaches an output. Returns the hooks' handles. Local.
+    """Register hooks on the modules below ``root`` that are marked as data-dependent, for trees
+    without shared memory. Return the hooks' handles. Local.
+
+    The hooks let every rank gather all units of a marked module in module order: for the module's
+    forward, and again in backward when the first gradient reaches an output of the module.
     """
     handles = []
     for module in root.modules():
@@ -69,16 +76,18 @@ def attach_marked(root: nn.Module) -> list[Any]:
             if units:
                 marked, inner = _Marked(units), getattr(module, "_fsdp_wrapped_module", module)
                 handles.append(inner.register_forward_pre_hook(marked.before))
-                # Between the unit's own hooks. Also called after a forward that raises: torch's
-                # checkpoint ends a recomputation by raising.
+                # With `prepend` the hook runs before a unit's own hook on the same module. With
+                # `always_call` it also runs if the forward raises an exception, as torch's
+                # checkpoint does to end a recomputation.
                 after = inner.register_forward_hook(marked.after, prepend=True, always_call=True)
                 handles.append(after)
     return handles
 
 
 def enter_marked(module: nn.Module) -> None:
-    """Run the pre-hooks that ``attach_marked`` has registered on ``module`` while a call of it
-    began: torch had listed the pre-hooks of that call before. Local.
+    """Run the pre-hooks that ``attach_marked`` has registered on ``module`` during a call of
+    ``module``. torch does not run these pre-hooks in this call, because it has already listed the
+    pre-hooks to run. Local.
     """
     for hook in list(module._forward_pre_hooks.values()):
         marked = getattr(hook, "__self__", None)
@@ -92,7 +101,7 @@ class _Marked:
         self.backward = [unit.flat.hook("pre_backward") for unit in units]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Marked:
-        """A no-op in a copy of the model, which gets its hooks at its first forward."""
+        """Return hooks that do nothing: a copied model gets its hooks at its first forward."""
         return _Marked([])
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -111,8 +120,9 @@ class _Marked:
         return tree_map_only(Tensor, self.watched, output)
 
     def leaves_out(self, output: Any) -> bool:
-        """Whether no gradient can reach the outputs on this rank, but one may on ranks that have
-        run units: those ranks would gather alone.
+        """Whether no gradient can reach the outputs on this rank, although gradients may reach the
+        outputs of other ranks, which have run units. Only those other ranks would gather the units
+        in backward.
         """
         from fsdpc._torch import tree_leaves  # imports torch's FSDP, which takes long
 
@@ -122,8 +132,10 @@ class _Marked:
         return any(param.requires_grad for unit in self.units for param in unit.shard_params)
 
     def watched(self, tensor: Tensor) -> Tensor:
-        """``tensor`` behind a new autograd node. An output that a module passes through unchanged
-        has the node of an earlier module, on which the order of gathers would depend.
+        """Return a view of ``tensor`` whose autograd node has a hook that gathers the units.
+
+        The view gives the output a node of its own. If the module returned an input unchanged, the
+        hook would otherwise be on an earlier module's node, and run at another time.
         """
         if not tensor.requires_grad:
             return tensor
@@ -137,7 +149,7 @@ class _Marked:
 
 
 def with_gradient(tensor: Tensor) -> Tensor:
-    """``tensor`` with a graph that ends here, and the same values."""
+    """Return a tensor with the values of ``tensor`` that requires a gradient."""
     if not tensor.is_floating_point():
         return tensor
     return tensor * torch.ones((), dtype=tensor.dtype, device=tensor.device, requires_grad=True)

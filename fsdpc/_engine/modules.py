@@ -1,4 +1,4 @@
-"""The modules that a unit owns, and their parameters with all registration sites."""
+"""The modules that a unit owns, and their parameters with all places of registration."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fsdpc._torch import REGISTRY_KEY
 
 
 def join(prefix: str, name: str) -> str:
-    """``prefix.name``, or ``name`` alone under an empty prefix."""
+    """Return ``prefix.name``, or ``name`` if ``prefix`` is empty."""
     return f"{prefix}.{name}" if prefix else name
 
 
 def has_replicate(module: nn.Module) -> bool:
-    """Whether torch's ``replicate`` manages the module and those below it. Local."""
+    """Whether torch's ``replicate`` manages the module and its submodules. Local."""
     return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
@@ -31,9 +31,10 @@ def walk(
     *,
     shared_twice: bool = False,
 ) -> Iterator[tuple[str, nn.Module]]:
-    """``(name, module)`` of ``root`` and all below it in registration order, without modules that
-    are ``left_out`` and what is below these. A module registered twice is listed once, or under
-    each name with ``shared_twice``.
+    """Yield ``(name, module)`` of ``root`` and its submodules, in registration order.
+
+    A module for which ``left_out`` is true is skipped together with its submodules. A module that
+    is registered under several names is listed once, or with ``shared_twice`` under each name.
     """
     listed: set[nn.Module] = set()
     stack = [(prefix, root)]
@@ -55,8 +56,11 @@ def collect(
     check: Callable[[nn.Parameter, str], None],
     what: str,
 ) -> list[ParamInfo]:
-    """The modules' parameters in registration order, each once with all its sites. ``check`` gets
-    each parameter and its name, and raises if a unit cannot shard it; ``what``: the unit.
+    """Return the modules' parameters in registration order. Each parameter is listed once, with all
+    places where it is registered.
+
+    ``check(param, name)`` must raise if a unit cannot shard the parameter. ``what`` names the unit
+    in errors.
     """
     infos: dict[int, ParamInfo] = {}
     for module_name, module in modules:
@@ -78,7 +82,7 @@ def collect(
 
 
 def _check_kind(module: nn.Module, param: nn.Parameter, name: str, what: str) -> None:
-    """``ValueError``: the parameter has no shape yet, or belongs to a TorchScript module."""
+    """Raise ``ValueError`` if a parameter has no shape yet or belongs to a TorchScript module."""
     if is_lazy(param):
         raise ValueError(
             f"parameter {name!r} of {what} has no shape yet (a lazy module, such as "
@@ -93,8 +97,9 @@ def _check_kind(module: nn.Module, param: nn.Parameter, name: str, what: str) ->
 
 
 def check_apart(named: Iterable[tuple[str, nn.Parameter]], what: str) -> None:
-    """``ValueError``: two parameters are different objects over common memory, which sharding would
-    separate without a word. Local.
+    """Raise ``ValueError`` if two different Parameters share memory and at least one is trainable.
+
+    Sharding would silently give the two Parameters separate memory. Local.
     """
     spans = []
     for name, param in dict((id(p), (n, p)) for n, p in named).values():

@@ -1,4 +1,6 @@
-"""Outputs of a forward that lie in the unit's gathered memory."""
+"""Replacement of those outputs of a forward that lie in the memory of the unit's gathered
+parameters. Copies take their place.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,25 @@ from fsdpc._engine.containers import is_dataclass, within
 
 
 def copy_outputs(output: Any, begin: int, end: int) -> Any:
-    """``output`` with a differentiable copy in place of each tensor whose memory lies in the
-    addresses ``[begin, end)``. Local.
+    """Return ``output`` with a differentiable copy in the place of each tensor whose memory is in
+    the address range ``[begin, end)``. Local.
     """
     return copy_within(output, [(begin, end)])
 
 
 def copy_within(output: Any, ranges: Sequence[tuple[int, int]]) -> Any:
-    """As ``copy_outputs``, for several ranges of addresses.
+    """Return ``output`` with copies as ``copy_outputs`` makes them, for several address ranges.
 
-    Lists, dicts and dataclasses keep their identity and get new items; tuples, sets and registered
-    pytree nodes are rebuilt. Each container is visited once.
+    Lists, dicts and dataclasses are changed in place; tuples, sets and registered pytree nodes are
+    rebuilt. Each container is visited once.
     """
     return _Copies(ranges).of(output)
 
 
 def inner_tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors that torch.func's transforms have wrapped in ``output``, and their tangents."""
+    """Return the tensors in ``output`` and the tensors' tangents, all without torch.func's
+    wrappers.
+    """
     found: list[torch.Tensor] = []
     pending = [leaf for leaf in _torch.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     while pending:
@@ -54,7 +58,7 @@ class _Copies:
     def of(self, value: Any) -> Any:
         if id(value) not in self.done:
             self.kept.append(value)
-            self.done[id(value)] = value  # for a container that contains itself
+            self.done[id(value)] = value  # ends the recursion for a container that contains itself
             self.done[id(value)] = self._copy(value)
         return self.done[id(value)]
 
@@ -84,6 +88,6 @@ class _Copies:
     def _lies_in(self, tensor: torch.Tensor) -> bool:
         try:
             address = tensor.data_ptr()
-        except RuntimeError:  # no memory, e.g. a meta tensor
+        except RuntimeError:  # the tensor has no memory, e.g. on the meta device
             return False
         return any(begin <= address < end for begin, end in self.ranges)

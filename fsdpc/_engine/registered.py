@@ -1,8 +1,9 @@
-"""Parameters and modules that the program registers below a sharded module afterwards.
+"""Detection of parameters and modules that the program registers below an already sharded module.
 
-No unit manages a parameter that is new: no backward averages its gradient, and ranks would drift
-apart. torch calls a hook at each registration; a registration below a root makes the next pass look
-for such parameters. To replace a unit's parameter while a pass runs is refused: it would be lost.
+No unit manages a new parameter: no backward averages its gradient over the ranks, so the ranks'
+values would diverge. torch calls a hook at each registration. After a registration below a root,
+the root's next pass looks for such parameters. Replacing a unit's parameter during a pass raises,
+because the new parameter would be lost at the end of the pass.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from fsdpc._engine.host import FrontEnd
 from fsdpc._engine.marks import hosts, is_replicated
 from fsdpc._engine.modules import has_replicate, join, walk
 
-# Modules below roots that have a tree. Keys are weak, and values refer to no module.
+# {module below a root that has a tree: the root's Watch}. Keys are weak; a Watch keeps no module
+# alive.
 _WATCHED: weakref.WeakKeyDictionary[nn.Module, Watch] = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
 
 
 class Watch:
-    """Checks the parameters below ``root`` when its next pass begins, and again after each
-    registration below it. Local.
+    """A check of the parameters below ``root``, which runs when the root's next pass begins, and
+    again in the first pass after each registration below ``root``. Local.
     """
 
     def __init__(self, root: Any) -> None:
@@ -47,7 +49,7 @@ class Watch:
         call_untraced(self._check)
 
     def registered(self, module: nn.Module, name: str, value: Any) -> None:
-        """``value`` is about to become ``module.name``."""
+        """Called before ``value`` is registered as ``module.name``."""
         root = self.root()
         if root is None or root._tree is None:
             return
@@ -79,7 +81,9 @@ class Watch:
         sites = {(id(m), key) for unit in units for info in unit.infos for m, key in info.sites}
         left_out = {id(item) for item in self.front.ignored(root)}
 
-        def averaged(module: nn.Module) -> bool:  # its gradients, by somebody else
+        # Whether to skip the module, because code outside fsdpc averages its gradients or because
+        # the user has excluded the module.
+        def averaged(module: nn.Module) -> bool:
             apart = isinstance(module, DistributedDataParallel) or has_replicate(module)
             return apart or is_replicated(module) or id(module) in left_out
 
@@ -98,7 +102,7 @@ class Watch:
 
 
 def _registered(module: nn.Module, name: str, value: Any) -> None:
-    """torch's hook, called before each registration in the process."""
+    """The hook that torch calls before each registration of a module or parameter. Local."""
     watch = _WATCHED.get(module) if type(module).__hash__ is not None else None
     if watch is not None:
         watch.registered(module, name, value)

@@ -1,7 +1,9 @@
-"""Placeholders for parameters without readable values: while their unit is released
+"""Placeholders for parameters whose values are not readable.
+
+A placeholder stands for a parameter while the parameter's unit is released
 (``use_orig_params=False``), or while other units' forwards run (``use_orig_params=True``). Without
-placeholders other units would compute with this rank's shard, or with values whose gradient is not
-reduced over the ranks and whose changes reach some ranks only.
+placeholders, other units would compute with this rank's shard, or with values whose gradients are
+not reduced over the ranks and whose changes reach only some ranks.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ from fsdpc import _C
 
 
 class ReleasedParameter(torch.Tensor):
-    """Shape, dtype, device and ``requires_grad`` of a parameter without its values.
+    """A tensor with the shape, dtype, device and ``requires_grad`` of a parameter, but no values.
 
-    Any use of the values raises ``fsdpc.StateError``. Flags, hooks and the gradient are those of
-    ``sharded``, the user's sharded parameter, if given. ``outside``: where else values are
-    readable.
+    Any use of the values raises ``fsdpc.StateError``. ``sharded``: the user's sharded parameter, or
+    None. If ``sharded`` is given, the placeholder's flags, hooks and gradient are those of
+    ``sharded``. ``outside``: the text that says in errors where else the values are readable.
     """
 
     _fsdpc_name: str
-    _fsdpc_unit: str  # follows the unit's name
+    _fsdpc_unit: str  # updated when the unit's name changes
     _fsdpc_outside: str
     _fsdpc_sharded: nn.Parameter | None
 
@@ -81,10 +83,11 @@ class ReleasedParameter(torch.Tensor):
 
 
 class ReleasedDTensor(ReleasedParameter):
-    """Stands for a parameter whose sharded form is a DTensor, also for ``isinstance``: it has the
-    DTensor's mesh and placements, and its full tensor where no gradient goes through that.
+    """A placeholder for a parameter that is sharded as a DTensor.
 
-    A rank's rows are not readable: changes of them would reach the gathers of some ranks.
+    For ``isinstance`` the placeholder is a DTensor, too, and it has the DTensor's mesh and
+    placements. ``full_tensor`` works if no gradient can flow through the result. This rank's rows
+    are not readable, because changes of the rows would reach only some ranks' gathers.
     """
 
     @property
@@ -92,8 +95,11 @@ class ReleasedDTensor(ReleasedParameter):
         return DTensor
 
     def full_tensor(self, **options: Any) -> Any:
-        """torch's ``full_tensor``, collective over the ranks of the mesh. ``StateError`` where the
-        parameter trains: no rank would have the gradient of all ranks.
+        """Return the parameter's full values, as torch's ``full_tensor`` does. Collective over the
+        ranks of the mesh.
+
+        ``StateError`` if the parameter requires a gradient and gradients are enabled: no rank would
+        get the gradient of all ranks.
         """
         own: Any = self._fsdpc_sharded
         if own is None or (own.requires_grad and torch.is_grad_enabled()):
@@ -114,7 +120,9 @@ class ReleasedDTensor(ReleasedParameter):
 
 
 def _pass_on(name: str, kind: type = torch.Tensor, to: type = ReleasedParameter) -> None:
-    """Forward an attribute or method to the user's sharded parameter, if there is one."""
+    """Let the attribute or method ``name`` of the placeholder class ``to`` act on the user's
+    sharded parameter if the placeholder has one.
+    """
     plain = getattr(kind, name)
 
     def method(self: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Lazy initialisation of a tree of units, at the first use of its outermost host.
+"""Lazy initialisation of a tree of units, at the first use of the outermost host.
 
-It finds the units and their nesting depth, checks the options that must be equal across the tree,
-passes the units to the engine (``fsdpc._engine.tree.Tree``) and sets the precision line. An inner
-host that was a root before joins the outer host's tree.
+Lazy initialisation finds the units and their nesting depths, checks the options that must be equal
+in a tree, passes the units to the engine (``fsdpc._engine.tree.Tree``) and sets the precision line.
+An inner host that was a root before joins the outer host's tree.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def lazy_init(root: Any) -> None:
     """Make ``root`` the root of its tree unless it belongs to a tree already. Collective over the
     units' groups.
 
-    Units of another root leave that root's tree, which is rebuilt at its next use. ``StateError``:
-    the other root is in forward or backward. ``ValueError``: options or devices of the units
-    differ. ``MismatchError``: ranks have different trees.
+    If a unit belongs to another root's tree, that tree is detached, and is rebuilt at its next use.
+    ``StateError``: the other root is in forward or backward. ``ValueError``: options or devices of
+    the units differ. ``MismatchError``: ranks have different trees.
     """
     if root._is_root is not None and (root._unit is None or root._unit.tree is not None):
         return
@@ -70,7 +70,10 @@ def lazy_init(root: Any) -> None:
 
 
 def _leave_tree(member: Any, root: Any) -> None:
-    """Undo the lazy initialisation of ``member``'s previous root unless that is ``root``."""
+    """Undo the lazy initialisation of the root to which ``member`` belonged before.
+
+    ``StateError``: the previous root is in forward or backward.
+    """
     tree = None if member._unit is None else member._unit.tree
     if tree is not None and tree.training_state != "idle":
         raise _C.StateError(
@@ -79,7 +82,7 @@ def _leave_tree(member: Any, root: Any) -> None:
             "use it now: finish the other model's step first, or give each model its own units "
             "(copy.deepcopy)"
         )
-    if not release(member) and tree is not None:  # the tree's root was deleted
+    if not release(member) and tree is not None:  # if the old tree's root was deleted
         tree.detach()
 
 
@@ -90,8 +93,8 @@ def start_at_first_use(unit: Any, host: Any) -> None:
 
 
 def release(host: Any) -> bool:
-    """Undo the lazy initialisation of the host's root, if there is one: the units leave their tree,
-    and the next use determines their root. Local.
+    """Undo the lazy initialisation of the host's root, if there is one: the root's units belong to
+    no tree until their next use. Return whether there was a root. Local.
     """
     root = None if host._root is None else host._root()
     if root is None:
@@ -145,17 +148,16 @@ def _attach_tree(root: Any, units: list[tuple[int, Any]]) -> None:
 
 
 def attach_hooks(root: Any) -> None:
-    """Let the user's functions, which hosts have as ``_summing``, sum gradients in place of the
-    engine. Local.
-    """
+    """If hosts have a function ``_summing``, let it sum gradients in place of the engine. Local."""
     if root._tree is not None:
         placed = root._front.placed(root._front.modules(root))
         _hooked.attach(root._tree, [host for _, _, host in placed if host._unit is not None])
 
 
 def _thaw_tree(root: Any) -> None:
-    """Rebuild the tree with memory for the gradients of unfrozen parameters. Collective over the
-    units' groups, between passes.
+    """Rebuild the tree after parameters were unfrozen, with memory for their gradients.
+
+    Collective over the units' groups; runs between passes.
     """
     old = root._tree
     old.core.announce(*_thaw.first(old.units))
@@ -175,8 +177,9 @@ def _thaw_tree(root: Any) -> None:
 
 @contextmanager
 def no_sync(units: list[Any]) -> Iterator[None]:
-    """Leave gradients of ``units`` unreduced: on this rank, unsharded, in fp32. On exit, also after
-    exceptions, the units reduce or not as before. Local.
+    """Do not reduce the gradients of ``units`` inside the block: this rank accumulates unsharded
+    gradients in fp32. On exit, also after an exception, the previous setting of each unit is
+    restored. Local.
     """
     before = [unit.flat.sync for unit in units]
     for unit in units:
@@ -189,7 +192,9 @@ def no_sync(units: list[Any]) -> Iterator[None]:
 
 
 def precision_line(root: Any, units: list[Any]) -> str:
-    """One line with the dtype of each role, for the log and for ``model.precision_line``."""
+    """Return a line that says in which dtypes the tree stores, computes, reduces and accumulates.
+    The line is for the log and for ``model.precision_line``.
+    """
     units = [unit for unit in units if unit is not root._pass_unit]
     segments = [segment for unit in units for segment in unit.flat.layout()["segments"]]
     trained = [segment for segment in segments if segment["trainable"]]
@@ -209,13 +214,15 @@ def precision_line(root: Any, units: list[Any]) -> str:
 
 
 def _dtypes(segments: list[dict[str, Any]], role: str) -> str:
-    """Short names of the dtypes in one role, e.g. ``fp32`` or ``bf16+fp32``."""
+    """Return short names of the segments' dtypes, e.g. ``fp32`` or ``bf16+fp32``. ``role``: what
+    the dtypes are for, such as "storage".
+    """
     names = sorted({_SHORT.get(segment[role], segment[role]) for segment in segments})
     return "+".join(names) or "none"
 
 
 def _slots(root: Any) -> str:
-    """A text such as ``, 2 gather slots of 436 MB, 1 reduce slot``."""
+    """Return a text such as ``, 2 gather slots of 436 MB, 1 reduce slot``."""
     if root._tree is None:
         return ""
     stats = root._tree.memory_stats()
@@ -230,8 +237,9 @@ def _count(number: int, noun: str) -> str:
 
 
 def forget_lost(model: nn.Module) -> None:
-    """Drop what codes lost of gradients, which would be added to the next gradients: ``model`` has
-    got other values. If ``model`` is part of a tree, the whole tree drops its losses. Local.
+    """Drop the quantization errors of earlier gradients, after ``model`` has got other values.
+    Otherwise error feedback would add these errors to the next gradients. If ``model`` is part of a
+    tree, the errors of the whole tree are dropped. Local.
     """
     trees = {host._unit.tree for host in hosts(model) if host._unit is not None}
     for tree in trees - {None}:
@@ -239,18 +247,21 @@ def forget_lost(model: nn.Module) -> None:
 
 
 def barrier(model: nn.Module) -> None:
-    """Wait until all ranks of ``model`` are here. Collective over the units' groups.
+    """Wait until all ranks of ``model`` have called this function. Collective over the units'
+    groups.
 
     Ranks of one host that share memory may have run different numbers of batches without gradients
-    since they met (in a backward, or here), but each at least one, or changed weights raise
-    ``MismatchError`` later; elsewhere all must have run the same number. While a rank waits here,
-    others of its host can finish their batches. After the barrier all ranks may sum metrics with
-    other libraries, change weights, save and evaluate again. ``torch.distributed.barrier`` cannot
-    replace it: fsdpc does not know who waits there. For a model without units it returns at once.
+    since their last backward or barrier. Each of these ranks must have run at least one batch;
+    otherwise ``MismatchError`` is raised later if weights change. Ranks that do not share memory
+    must have run the same number of batches. While a rank waits in the barrier, other ranks of its
+    host can finish their batches. After the barrier all ranks may sum metrics with other libraries,
+    change weights, save and evaluate again. ``torch.distributed.barrier`` cannot replace this
+    function, because fsdpc does not know which ranks wait in it. For a model without units the
+    function returns at once.
 
-    ``TypeError``: ``model`` is not an ``nn.Module``. ``StateError``: it is in forward or backward.
-    ``MismatchError``: another rank calls another collective. ``PeerError``, ``CommTimeout``: a rank
-    has ended, or does not come within ``FSDPC_TIMEOUT``.
+    ``TypeError``: ``model`` is not an ``nn.Module``. ``StateError``: ``model`` is in forward or
+    backward. ``MismatchError``: another rank calls another collective. ``PeerError``: a rank has
+    ended. ``CommTimeout``: a rank does not make the call within ``FSDPC_TIMEOUT``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"barrier expects an nn.Module but got {type(model).__name__}")
@@ -261,7 +272,7 @@ def barrier(model: nn.Module) -> None:
             raise _C.StateError(
                 f"fsdpc.barrier was called in {tree.training_state}: call it between two batches"
             )
-    units += [unit for tree in trees for unit in tree.units]  # ``model`` may be a part of a tree
+    units += [unit for tree in trees for unit in tree.units]  # a tree may be larger than ``model``
     for comm in {id(comm): comm for unit in units for comm in unit.groups.comms}.values():
         comm.barrier("fsdpc.barrier")
     for tree in trees:
@@ -269,16 +280,17 @@ def barrier(model: nn.Module) -> None:
 
 
 def memory_stats(model: nn.Module) -> dict[str, int]:
-    """Bytes allocated by the engine for ``model`` on this rank, by purpose. Local.
+    """Return the bytes that the engine has allocated for ``model`` on this rank, by purpose. Local.
 
-    Sums of ``Tree.memory_stats()`` over the trees in ``model``; empty before the first forward. On
-    a GPU slots (``gather_bytes``, ``reduce_bytes``, ``spare_bytes``) are mapped from the driver and
-    not in torch's statistics, but for ``coded_bytes`` of them (gathered codes, and what error
-    feedback keeps); these and the other keys (shards and shard gradients unless offloaded,
-    gradients of ``no_sync``) are in torch's cache and in ``torch.cuda.memory_allocated()``.
-    ``sent_bytes`` is what this rank has sent for its units to other hosts, or over NCCL, in rings,
-    to other ranks; what a replayed graph sends is not counted.
-    ``TypeError``: ``model`` is not an ``nn.Module``.
+    The values are sums of ``Tree.memory_stats()`` over the trees in ``model``; the dict is empty
+    before the first forward. On a GPU, slots (``gather_bytes``, ``reduce_bytes``, ``spare_bytes``)
+    are mapped from the driver and are not in torch's statistics. ``gather_bytes`` and
+    ``reduce_bytes`` include ``coded_bytes`` (gathered codes, and what error feedback keeps). These
+    coded bytes are not in slots. Like the memory of all other keys (shards and shard gradients
+    unless offloaded, gradients of ``no_sync``), the coded bytes are in torch's cache and in
+    ``torch.cuda.memory_allocated()``. ``sent_bytes`` is the number of bytes that this rank has sent
+    for its units: to other hosts, or over NCCL in rings to other ranks. Bytes that a replayed CUDA
+    graph sends are not counted. ``TypeError``: ``model`` is not an ``nn.Module``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"memory_stats expects an nn.Module but got {type(model).__name__}")

@@ -1,8 +1,9 @@
-"""Parameters that were frozen at wrapping and are trained later (gradual unfreezing).
+"""Gradual unfreezing: parameters that were frozen when they were wrapped and are trained later.
 
-The engine detects them when a forward begins. Their units then get memory for gradients, and the
-tree, which depends on the sizes of all reductions, is rebuilt. Shards, Parameter objects, gathered
-tensors, gradients and their order stay, so an optimizer's state for other parameters stays valid.
+The engine detects such parameters when a forward begins. Their units then get memory for gradients,
+and the tree is rebuilt, because the tree depends on the sizes of all reductions. Shards, Parameter
+objects, gathered tensors, gradients and their order stay the same, so an optimizer's states of
+other parameters stay valid.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from fsdpc._engine.lowbit import check_trainable
 
 
 def unfrozen(unit: Any) -> list[int]:
-    """Indices into ``unit.optim_params`` of parameters that require a gradient but have no memory
-    for it. Local.
+    """Return the indices into ``unit.optim_params`` of the parameters that require a gradient but
+    have no memory for one. Local.
     """
     return [
         k
@@ -29,13 +30,16 @@ def unfrozen(unit: Any) -> list[int]:
 
 
 def _places(units: list[Any]) -> list[tuple[int, int]]:
-    """For each unfrozen parameter: its unit's index in ``units``, and its index in the unit."""
+    """Return (index of the unit in ``units``, index in the unit) of each unfrozen parameter."""
     found = ((n, unit.optim_params[k][2]) for n, unit in enumerate(units) for k in unfrozen(unit))
     return [(number, i) for number, covers in found for i in covers]
 
 
 def first(units: list[Any]) -> tuple[int, int]:
-    """The first unfrozen parameter: its unit's index in ``units``, its index in the unit. Local."""
+    """Return (index of the unit in ``units``, index in the unit) of the first unfrozen parameter.
+
+    (0, -1) if there is none. Local.
+    """
     return next(iter(_places(units)), (0, -1))
 
 
@@ -94,7 +98,9 @@ def _allocate(unit: Any, wanted: list[int]) -> None:
 
 
 def _renew(unit: Any, k: int) -> None:
-    """Make a tensor over the gradient's new memory, also in ``.grad`` if that was the old one."""
+    """Make a tensor over a gradient's new memory. If ``.grad`` is the old tensor, the new tensor
+    becomes ``.grad``.
+    """
     param, old, covers = unit.optim_params[k]
     grad = unit.fresh_grad(k)
     if old is not None and param.grad is old:

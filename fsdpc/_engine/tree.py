@@ -15,14 +15,17 @@ from fsdpc._engine.unit import Unit
 from fsdpc._engine.writeback import grads_free, renew_grads, viewed
 
 TREES: weakref.WeakSet[Any] = weakref.WeakSet()  # all trees that exist
-# Each function is called with every tree that has been made.
+# Functions that are called with every new tree.
 ON_TREE: list[Callable[[Any], None]] = []
-PROCESS = os.getpid()  # the one that imported this module; a process with another id is its fork
+PROCESS = os.getpid()  # the id of the process that imported this module, not of a forked child
 _PREFETCH = {None: 0, "pre": 1, "post": 2}
 
 
 def _slots(variable: str) -> int:
-    """A positive integer from the environment, 0 when unset. ``ValueError``: any other text."""
+    """Return a positive integer from the environment, or 0 if the variable is not set.
+
+    ``ValueError``: the variable has any other text.
+    """
     text = os.environ.get(variable)
     if text is None:
         return 0
@@ -32,12 +35,14 @@ def _slots(variable: str) -> int:
 
 
 class Tree:
-    """The units of one root, built at its lazy initialisation. Collective over the units' groups.
+    """The units of one root, made at the root's lazy initialisation. Collective over the units'
+    groups.
 
-    ``units``: in module order, the root's unit first; ``depths[i]``: nesting depth among units.
-    Environment: FSDPC_GATHER_SLOTS (per nesting level, default 2, over a wire 3),
-    FSDPC_REDUCE_SLOTS (default 2), FSDPC_POISON=1 (fill released slots with NaN).
-    ``MismatchError``: ranks differ in any of these.
+    ``units`` are in module order, the root's unit first; ``depths[i]`` is the nesting depth of
+    ``units[i]`` among the units. Environment variables: FSDPC_GATHER_SLOTS (slots per nesting
+    level, default 2, over a wire 3), FSDPC_REDUCE_SLOTS (default 2), FSDPC_POISON=1 (fill released
+    slots with NaN). ``MismatchError``: ranks differ in the units, their depths, the options or the
+    numbers of slots.
     """
 
     def __init__(
@@ -83,11 +88,11 @@ class Tree:
         TREES.add(self)
         for call in ON_TREE:
             call(self)
-        weakref.finalize(self, self.core.close)  # gc alone would take several rounds
+        weakref.finalize(self, self.core.close)  # Python's gc would need several runs
 
     def set_steppers(self) -> None:
-        """Let units with a ``stepper`` step as soon as their gradients are summed. Local."""
-        units = self.units  # not self: a reference to it would keep the tree alive
+        """Let units with a ``stepper`` step once their gradients are summed in backward. Local."""
+        units = self.units  # `step` must not refer to self, which would keep the tree alive
 
         def step(number: int) -> bool:
             stepper = units[number].stepper
@@ -107,16 +112,20 @@ class Tree:
 
     @property
     def kind(self) -> str:
-        """The units' exchange: "shared" (memory), "wire", "stream" (GPU), "mixed" or "none"."""
+        """How units exchange values: "shared" (memory), "wire", "stream" (GPU), "mixed", "none"."""
         return self.core.kind
 
     def memory_stats(self) -> dict[str, int]:
-        """Bytes by role on this rank; gather slots on shared memory count once per host. Local."""
+        """Return the bytes on this rank by purpose. Local.
+
+        Gather slots in shared memory count once per host.
+        """
         return self.core.memory()
 
     def trace(self, last: int = 0) -> list[dict[str, Any]]:
-        """The latest events (at most ``last``, 0: all), oldest first: op, phase, step, unit, bytes,
-        time_ns. Local.
+        """Return the latest ``last`` events, or all events for 0, the oldest first. Local.
+
+        Each event has the keys op, phase, step, unit, bytes and time_ns.
         """
         return self.core.trace(last)
 
@@ -125,7 +134,7 @@ class Tree:
         self.core.clear_trace()
 
     def detach(self) -> None:
-        """Undo lazy initialisation: the units belong to no tree afterwards. Local."""
+        """Undo lazy initialisation, so that the units belong to no tree. Local."""
         self.core.detach()
         for unit in self.units:
             unit.tree = None

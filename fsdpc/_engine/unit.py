@@ -1,4 +1,4 @@
-"""One FSDP unit: torch's parameters and the engine's flat parameter."""
+"""A unit of FSDP: torch's parameters on one side, the engine's flat parameter on the other."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from fsdpc._engine.whole import WholeValues
 from fsdpc._spans import rows as _sharded
 
 UNITS: weakref.WeakSet[Any] = weakref.WeakSet()  # all units that exist
-# Each function is called with every unit whose gradients were allocated or moved.
+# Functions that are called with every unit whose gradients were allocated or moved.
 ON_GRADS: list[Callable[[Any], None]] = []
 
 
 @dataclass
 class ParamInfo:
-    """A parameter of a unit and all its registration sites (several for tied weights)."""
+    """A parameter of a unit, and all places where it is registered (several for tied weights)."""
 
     name: str
     param: nn.Parameter
     sites: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def register(self, param: Any) -> None:
-        """Let all sites show ``param``, as a Parameter. Local."""
+        """Register ``param`` as a Parameter at all sites. Local."""
         for module, attribute in self.sites:
             module.__dict__.pop(attribute, None)
             module._parameters[attribute] = param
@@ -57,21 +57,24 @@ class ParamInfo:
 class Unit(WholeValues):
     """The parameters of one FSDP instance, sharded over ``groups.shard``.
 
-    Collective over the shard group and the replicate group. Copies this rank's slices of the
-    current values, frees the originals and installs the sharded state: with ``use_orig_params``
-    the parameters become 1-D views of their elements in this rank's shard (perhaps none; whole, in
-    the original shapes, in a group of one rank), otherwise ``flat_params`` replace them. With
-    ``by_rows`` (which needs ``use_orig_params``) these elements are the rows of
-    ``torch.chunk(param, world, 0)[rank]``, for every parameter; a 0-dim parameter is one row.
-    ``dims``: the place that the first dimension of each parameter has in the modules (default 0).
-    ``codecs``: for each parameter the codes of ``csrc/codec`` in which its values and its gradients
-    travel ("": none), and whether what codes lose of gradients is added to the next ones.
-    ``MismatchError``: ranks differ in names, shapes, dtypes or options. ``TypeError``: a trainable
-    parameter's dtype is not a float of 16, 32 or 64 bits.
+    The constructor is collective over the shard group and the replicate group. It copies this
+    rank's elements of the current values into the shard, frees the originals and installs the
+    sharded parameters. With ``use_orig_params`` the original parameters become 1-D views of their
+    elements in this rank's shard, which may be empty; in a group of one rank they keep their shapes
+    and all elements. Otherwise ``flat_params`` replace the original parameters.
+
+    With ``by_rows``, which needs ``use_orig_params``, this rank's elements of every parameter are
+    the rows of ``torch.chunk(param, world, 0)[rank]``; a 0-dim parameter is one row. ``dims``: for
+    each parameter, the dimension of the module's tensor that comes first in the unit's memory
+    (default 0). ``codecs``: for each parameter, a tuple of three items. The first two are the codes
+    (``csrc/codec``) with which the parameter's values and its gradients are sent; "" means no code.
+    The third says whether error feedback adds the quantization errors of the parameter's gradients
+    to its next gradients. ``MismatchError``: ranks differ in names, shapes, dtypes or options.
+    ``TypeError``: a trainable parameter's dtype is not a floating-point type of 16, 32 or 64 bits.
     """
 
     readable_outside = "inside summon_full_params"
-    dtensors = False  # True: the optimizer sees DTensors around this rank's rows
+    dtensors = False  # True: sharded parameters are DTensors with this rank's rows
     released_class = ReleasedParameter
     foreign = False  # True: the gathered tensors are not in the engine's memory
 
@@ -107,7 +110,7 @@ class Unit(WholeValues):
         self.codecs = list(codecs) or [("", "", False)] * len(infos)
         self.shapes = [info.param.shape for info in infos]
         self.dtypes = [info.param.dtype for info in infos]
-        # Parameters whose bytes the engine carries without a cast.
+        # For each parameter: whether the engine sends the parameter's bytes without a cast.
         self.carried = [
             not computes(info.param.dtype) or _lowbit.holds_codes(info.param) for info in infos
         ]
@@ -117,7 +120,7 @@ class Unit(WholeValues):
         UNITS.add(self)
         _asked.install()
         registered("watch")()
-        self.stepper: Any = None  # steps the unit's parameters in backward
+        self.stepper: Any = None  # the function that steps the unit's parameters in backward
         specs = [self._spec(i) for i in range(len(infos))]
         texts = [self._describe(specs, named) for named in (True, False)]
         names = [f"{name}.{info.name}" for info in infos]
@@ -133,19 +136,21 @@ class Unit(WholeValues):
             offload=offload,
             foreign=self.foreign,
         )
-        # Device of the shard; gathered parameters are on `device`.
+        # The device of the shard: the CPU if the shard is offloaded. Gathered parameters are on
+        # `device` in any case.
         self.own_device = CPU if self.flat.offloaded else self.device
         self.scatter_full([info.param for info in infos])
         self._versions = version_counter(self.device)
         self.full = [self._make_full(i) for i in range(len(infos))]
-        # Placed in modules while the unit is released, or while other units' forwards run.
+        # Placeholders, which are in the modules while the unit is released or other units' forwards
+        # run.
         self.released = [self._stand_in(i) for i in range(len(infos))]
         self.flat_params: list[nn.Parameter] = []
         self.flat_places: dict[int, tuple[dict[str, Any], str]] = {}
-        # For each sharded parameter: the parameter, the tensor over its gradient (None: frozen),
-        # and the indices of the original parameters that it covers.
+        # For each sharded parameter: the parameter, the tensor over its gradient (None: the
+        # parameter is frozen), and the indices of the original parameters that it covers.
         self.optim_params: list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]] = []
-        self.views: list[Tensor] = []  # over the shard, one per entry of optim_params
+        self.views: list[Tensor] = []  # tensors over the shard, one per entry of optim_params
         if use_orig_params:
             self._shard_originals()
         else:
@@ -159,7 +164,7 @@ class Unit(WholeValues):
         self.post_forward_hook = self.flat.hook("post_forward")
 
     def announce_grads(self) -> None:
-        """Call ``ON_GRADS`` after gradients were allocated or moved. Local."""
+        """Call the functions in ``ON_GRADS``, after gradients were allocated or moved. Local."""
         for call in ON_GRADS:
             call(self)
 
@@ -222,8 +227,8 @@ class Unit(WholeValues):
         return over(self.flat.full_param(i, tuple(shape)), self.param_dtype or dtype)
 
     def follow_memory(self) -> None:
-        """Point the gathered parameters at the memory that the unit's tree gave them: on a GPU they
-        had no address when they were made. Local.
+        """Point the gathered parameters at the memory that the unit's tree has given them. On a GPU
+        the gathered parameters have no address before this call. Local.
         """
         for i, full in enumerate(self.full):
             now, shown = self._full_memory(i), getattr(full, "_local_tensor", full)
@@ -258,7 +263,11 @@ class Unit(WholeValues):
         return made
 
     def _watched(self) -> list[int]:
-        """Trainable parameters of the first registered module: they get gradients last."""
+        """Return the indices of the first module's trainable parameters. Modules without trainable
+        parameters do not count.
+
+        These parameters usually get their gradients last in backward.
+        """
         trainable = [i for i in range(len(self.infos)) if self.trainable[i]]
         owners = [self.infos[i].sites[0][0] for i in trainable]
         return [i for i, owner in zip(trainable, owners, strict=True) if owner is owners[0]]
@@ -273,17 +282,20 @@ class Unit(WholeValues):
             )
 
     def shard_view(self, i: int) -> Tensor:
-        """A tensor over this rank's elements of parameter ``i``. Local."""
+        """Return a tensor over this rank's elements of parameter ``i``. Local."""
         shape = None if self.is_sharded else self.shapes[i]
         return over(self.flat.shard_part(i), self.dtypes[i], shape)
 
     def grad_view(self, i: int) -> Tensor:
-        """What ``.grad`` of the sharded parameter ``i`` shows, over the shard gradient. Local."""
+        """Return the tensor for ``.grad`` of the sharded parameter ``i``, over the shard gradient.
+
+        Local.
+        """
         shape = None if self.is_sharded else self.shapes[i]
         return over(self.flat.grad_part(i), self.dtypes[i], shape)
 
     def fresh_grad(self, index: int) -> Tensor:
-        """Another tensor over the gradient of ``optim_params[index]``. Local."""
+        """Return a new tensor over the gradient of ``optim_params[index]``. Local."""
         param, _, covers = self.optim_params[index]
         if self.use_orig_params:
             return self.grad_view(covers[0])
@@ -291,11 +303,11 @@ class Unit(WholeValues):
         return over(self.flat.grad_segment(segment), param.dtype)
 
     def local(self, param: Tensor) -> Tensor:
-        """The tensor with this rank's elements of a sharded parameter. Local."""
+        """Return the plain tensor with this rank's elements of a sharded parameter. Local."""
         return param
 
     def point_at_shard(self, index: int) -> None:
-        """Let ``optim_params[index]``, perhaps another object, show the shard again. Local."""
+        """Point the parameter in ``optim_params[index]``, which may be new, at the shard. Local."""
         param = self.optim_params[index][0]
         self.show_shard(param, self.views[index])
         if self.use_orig_params:
@@ -303,17 +315,20 @@ class Unit(WholeValues):
             _writeback.set_owner(param, self)
 
     def show_shard(self, param: Tensor, view: Tensor) -> None:
-        """Let a sharded parameter show ``view``. Local."""
+        """Let the sharded parameter ``param`` have the memory of ``view``. Local."""
         param.data = view
 
     def replacement(self, index: int, param: Tensor, what: str) -> Tensor:
-        """What stands for the sharded parameter ``index`` where the user has put ``param``.
-        ``ValueError``: ``param`` cannot stand for it. Local.
+        """Return the object that becomes sharded parameter ``index`` after the user has put
+        ``param`` in the place of that parameter. Local. ``ValueError``: the unit cannot use
+        ``param`` there.
         """
         return param
 
     def adopt_in_pass(self) -> None:
-        """``adopt_values`` when a forward begins: all parameters must have values. Local."""
+        """Take over the user's changes of parameters when a forward begins. Raise an error if the
+        forward cannot use a change. Local.
+        """
         if not self.use_orig_params:
             _writeback.refuse_unread(self)
         _writeback.adopt_values(self)
@@ -325,13 +340,16 @@ class Unit(WholeValues):
         self.views.append(self.local(param).data)
 
     def place_flat_param(self, index: int, table: dict[str, Any], key: str) -> None:
-        """Name the module entry at which a flat parameter has to stand in passes. Local."""
+        """Record ``table[key]``, an entry of a module's ``_parameters``, as the place of a flat
+        parameter. Local.
+        """
         self.flat_places[index] = table, key
         self.flat.place_param(index, table, key)
 
     def segments(self) -> list[tuple[int, dict[str, Any]]]:
-        """Numbers and layouts of the segments, trainable ones first: the first flat parameter is
-        ``_flat_param``, as in torch. Local.
+        """Return (number, layout) of the segments, trainable segments first. Local.
+
+        The flat parameter of the first segment becomes ``_flat_param``, as in torch.
         """
         rows = enumerate(self.flat.layout()["segments"])
         return sorted(rows, key=lambda row: not row[1]["trainable"])
@@ -377,7 +395,10 @@ class Unit(WholeValues):
         this = weakref.ref(self)
 
         def outside(call: Callable[[Any], None]) -> Callable[[], None]:
-            """``call`` outside of torch.func's transforms, in which tensors have no addresses."""
+            """Return a function that runs ``call`` on the unit outside torch.func's transforms.
+
+            Inside these transforms tensors have no addresses.
+            """
 
             def run() -> None:
                 with _torch.without_transforms():
@@ -388,12 +409,14 @@ class Unit(WholeValues):
         self.flat.on_changed = outside(lambda unit: unit.adopt_in_pass())
         self.flat.on_kept = outside(_writeback.leave_kept)
         self.flat.on_moved = outside(_writeback.renew_grads)
-        # Full tensor -> torch's hook -> engine -> full tensor: a cycle invisible to gc.
+        # Break the cycle full tensor -> torch's hook -> engine -> full tensor, which gc cannot see.
         weakref.finalize(self, self.flat.unbind)
 
     def _lower_grads(self) -> None:
-        """keep_low_precision_grads: ``.grad`` gets the compute dtype for the optimizer. The fp32
-        sums stay; the next backward adopts the values of ``.grad``.
+        """Convert every ``.grad`` to the compute dtype, for ``keep_low_precision_grads``.
+
+        The sums in the shard gradient stay as they are; the next backward adopts the values of
+        ``.grad``.
         """
         for param, view, _ in self.optim_params:
             if view is not None and param.grad is view and view.dtype != self.param_dtype:
@@ -405,7 +428,7 @@ class Unit(WholeValues):
 
     @property
     def name(self) -> str:
-        """The unit's module name in the model, in every error and trace entry."""
+        """The name of the unit's module in the model, which errors and trace entries contain."""
         return self._name
 
     @name.setter
@@ -416,7 +439,7 @@ class Unit(WholeValues):
 
     @property
     def shard_params(self) -> list[nn.Parameter]:
-        """The unit's sharded parameters, for an optimizer: originals or flat ones."""
+        """The unit's sharded parameters, for an optimizer: original or flat parameters."""
         return [param for param, _, _ in self.optim_params]
 
     @property
@@ -433,19 +456,23 @@ class Unit(WholeValues):
     # --- parameters in the modules ---------------------------------------------------------------
 
     def install_full(self, full: Sequence[Tensor]) -> None:
-        """Register new parameters over full tensors (original shapes, storage dtypes). Local."""
+        """Register new Parameters over the full tensors in the modules. Local.
+
+        ``full``: tensors with the original shapes and dtypes.
+        """
         for i, info in enumerate(self.infos):
             info.register(_lowbit.parameter(full[i], info.param, self.trainable[i]))
         self.summoned = self.flat.shown = True
 
     def own_objects(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Data and gradient of each of the user's Parameters, for ``put_own_back``. Local
-        (``use_orig_params=True``).
+        """Return data and gradient of each of the user's Parameters, for ``put_own_back``. Local.
+
+        Only with ``use_orig_params=True``.
         """
         return [(param.data, param.grad) for param in self.shard_params]
 
     def show_own(self, full: Sequence[Tensor]) -> None:
-        """Set the data of the user's Parameters to full tensors, without gradients. Local."""
+        """Give the user's Parameters full tensors as data, and no gradients. Local."""
         for info, tensor in zip(self.infos, full, strict=True):
             info.param.grad = None
             info.param.data = tensor
@@ -460,7 +487,12 @@ class Unit(WholeValues):
             put_grad(param, grad)
 
     def install_sharded(self) -> None:
-        """Register the sharded parameters again. Local."""
+        """Undo ``install_full`` or ``show_own`` in the modules. Local.
+
+        With ``use_orig_params`` the modules get placeholders during a pass, and the sharded
+        parameters at other times. Without ``use_orig_params`` the modules get the gathered
+        parameters while these are readable, and placeholders at other times.
+        """
         for i, info in enumerate(self.infos):
             for module, attribute in info.sites:
                 if self.use_orig_params:
@@ -476,8 +508,9 @@ class Unit(WholeValues):
 
     @contextmanager
     def adopted_grads(self) -> Iterator[bytes]:
-        """Yields the mask of parameters that have a gradient, with all gradients in the shard. Low
-        precision gradients are lowered again afterwards, also after exceptions. Local.
+        """Copy all gradients into the shard gradient for the block, and yield the mask of the
+        parameters that have a gradient. After the block, also after an exception, a unit with
+        ``keep_low_precision_grads`` converts the gradients to low precision again. Local.
         """
         try:
             self.flat.adopt_grads()
@@ -494,15 +527,17 @@ class Unit(WholeValues):
         return bytes(mask)
 
     def holds_nothing(self, param: nn.Parameter) -> bool:
-        """True if all elements of ``param`` are on other ranks: ``.grad`` is None here. Local."""
+        """Whether all elements of ``param`` are on other ranks; then ``.grad`` is None. Local."""
         if param.numel() > 0 or not self.is_sharded:
             return False
         covers = next((covers for one, _, covers in self.optim_params if one is param), ())
         return any(self.shapes[i].numel() > 0 for i in covers)
 
     def grad_norm_sums(self, mask: bytes, norm_type: float) -> float:
-        """sum |g|^p over this rank's shard (max |g| for inf); each element once per shard group.
-        ``mask``: what ``adopted_grads`` yields. Local.
+        """Return the sum of |g|^p over this rank's shard, or for p = inf max |g|. Local.
+
+        Each element of a parameter counts on one rank of the shard group. ``mask``: the mask that
+        ``adopted_grads`` yields.
         """
         if norm_type == float("inf"):
             return self.flat.grad_norm(mask, 2.0)[1]

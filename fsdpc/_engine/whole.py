@@ -1,6 +1,7 @@
-"""Full values of a unit's parameters and gradients: gathered from the shards and written back.
+"""Methods of a unit that gather the full values of parameters and gradients from the shards, and
+write full values back to the shards.
 
-They are private copies, on the unit's device by default.
+The gathered values are private copies. They are on the unit's device by default.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class WholeValues:
 
     @property
     def items(self) -> list[int]:
-        """What C's layout counts for one element of each parameter: its bytes if the engine only
-        carries the parameter's values, else 1.
+        """For each parameter, how many elements of the engine's layout one element takes. This is
+        the element's size in bytes if the engine transfers the parameter as raw bytes, else 1.
         """
         return [
             dtype.itemsize if carried else 1
@@ -45,15 +46,17 @@ class WholeValues:
         ]
 
     def spans(self) -> list[list[Span]]:
-        """For each parameter, every rank's elements in that rank's piece of the segment. Local."""
+        """Return, for each parameter, the elements that each rank has and where they are in the
+        rank's shard of the segment. Local.
+        """
         return [
             [Span(begin // item, at // item, count // item) for begin, at, count in spans]
             for item, spans in zip(self.items, self.flat.layout()["spans"], strict=True)
         ]
 
     def gather_full(self, to: torch.device | None = None) -> list[Tensor]:
-        """Private full copies of the parameters in original shapes and storage dtypes, on the
-        unit's device or ``to``. Collective over the shard group.
+        """Return private full copies of the parameters in their original shapes and storage dtypes,
+        on the unit's device or on ``to``. Collective over the shard group.
         """
         _writeback.adopt_values(self)
         full = self._empty(self.shapes, to)
@@ -73,9 +76,9 @@ class WholeValues:
         self.flat.read([None] * len(self.infos))
 
     def read_rows(self, to: torch.device | None = None) -> list[Tensor]:
-        """This rank's block of rows of each parameter (see ``rows.py``), whole parameters if they
-        have no rows: private copies in storage dtypes, on the unit's device or ``to``. Collective
-        over the shard group.
+        """Return this rank's block of rows of each parameter (see ``rows.py``), or the whole
+        parameter if the parameter is not cut into rows. The values are private copies in storage
+        dtypes, on the unit's device or on ``to``. Collective over the shard group.
         """
         _writeback.adopt_values(self)
         rank, world = self.groups.shard.rank, self.groups.shard.world
@@ -87,8 +90,9 @@ class WholeValues:
         return rows
 
     def write_rows(self, rows: Sequence[Tensor]) -> None:
-        """Write the parameters from every rank's rows, as ``read_rows`` returns them. Collective
-        over the shard group. ``ValueError``: a shape is not the one that ``read_rows`` returns.
+        """Write new values of the parameters. Each rank passes the new values of the rows that
+        ``read_rows`` returns on it. Collective over the shard group. ``ValueError``: a tensor does
+        not have the shape that ``read_rows`` returns for its parameter.
         """
         rank, world = self.groups.shard.rank, self.groups.shard.world
         values = []
@@ -115,8 +119,8 @@ class WholeValues:
         return blocks, tensors
 
     def scatter_full(self, full: Sequence[Tensor]) -> None:
-        """Write this rank's slices of full tensors (original shapes) into the shard. Local.
-        ``ValueError``: a tensor does not have its parameter's shape.
+        """Write this rank's slices of full tensors, which have the original shapes, into the shard.
+        Local. ``ValueError``: a tensor does not have its parameter's shape.
         """
         for i, tensor in enumerate(full):
             value = tensor.detach()
@@ -128,26 +132,28 @@ class WholeValues:
             self.flat.write(i, self._own(value, i))
 
     def _own(self, value: Tensor, i: int) -> Tensor:
-        """``value`` contiguous, on the unit's device, in the storage dtype of parameter ``i``."""
+        """Return ``value`` as a contiguous tensor on the unit's device, in the storage dtype of
+        parameter ``i``.
+        """
         info = self.infos[i]
         _lowbit.check_is_kept(info.param, f"unit {self.name}: parameter {info.name}", value.dtype)
         return value.detach().to(self.device, self.dtypes[i]).contiguous()
 
     def gather_full_grads(self, to: torch.device | None = None) -> list[Tensor | None]:
-        """Full gradients in original shapes and storage dtypes, on the unit's device or ``to``:
-        None for a parameter of which no rank has a gradient; zeros stand for ranks that have none.
-        Collective over the shard group.
+        """Return the full gradients in original shapes and storage dtypes, on the unit's device or
+        on ``to``. The entry is None for a parameter of which no rank has a gradient. The elements
+        of a rank that has no gradient are zeros. Collective over the shard group.
         """
         with self.adopted_grads() as mask:
             have = np.frombuffer(mask, dtype=np.uint8).astype(np.float32)
             for param, _, covers in self.optim_params:
-                if self.holds_nothing(param):  # whatever `.grad` the program has put there
+                if self.holds_nothing(param):  # ignore a `.grad` that the program has set
                     have[list(covers)] = 0
             if len(have) and self.is_sharded:
                 self.groups.shard.all_reduce(have, op="max", what=f"gradients of unit {self.name}")
             for param, view, covers in self.optim_params:
                 if view is not None and param.grad is None and any(have[i] for i in covers):
-                    view.zero_()  # cleared on this rank alone
+                    view.zero_()  # this rank has no gradient, but another rank has one
             where = to or self.device
             grads: list[Tensor | None] = [
                 torch.empty(s, dtype=d, device=where) if have[i] else None
@@ -157,7 +163,9 @@ class WholeValues:
         return grads
 
     def scatter_full_grads(self, grads: Sequence[Tensor | None]) -> None:
-        """Write this rank's slices of full gradients; None clears the gradient. Local."""
+        """Write this rank's slices of full gradients. A sharded parameter whose entries in
+        ``grads`` are all None gets the gradient None. Local.
+        """
         for i, grad in enumerate(grads):
             if grad is not None:
                 self.flat.write(i, self._own(grad, i), grad=True)

@@ -1,6 +1,8 @@
-"""Sharded parameters that the user changed between steps: ``p.data = ...``, or another Parameter in
-the module. Their values are copied into the shard before its next read: the engine detects changes
-when a forward begins, and every read of full values checks for them.
+"""Changes that the user makes to sharded parameters between steps: ``p.data = ...``, or another
+Parameter put into the module.
+
+The new values are copied into the shard before the next read of the shard. The engine detects
+changes when a forward begins, and every read of full values checks for changes.
 """
 
 from __future__ import annotations
@@ -18,21 +20,22 @@ from fsdpc import _C
 from fsdpc._comm.channel import this_rank
 from fsdpc._torch import storage_use_count
 
-# The unit that shards each parameter. Keys and values are weak: the table keeps neither alive.
+# Maps each parameter to the unit that shards the parameter. Keys and values are weak references, so
+# the table keeps neither parameters nor units alive.
 _OWNERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _OWNER, _GATHERED = "_fsdpc_owner", "_fsdpc_gathered"
 
 
 def set_owner(param: nn.Parameter, unit: Any) -> None:
     """Record the unit that shards ``param``. Local."""
-    if unit.dtensors:  # torch.utils.swap_tensors refuses tensors in a weak table
+    if unit.dtensors:  # torch.utils.swap_tensors refuses tensors with weak references
         param.__dict__[_OWNER] = weakref.ref(unit)
     else:
         _OWNERS[param] = weakref.ref(unit)
 
 
 def owner_of(param: Any) -> Any:
-    """The unit that shards ``param``, or None. Local."""
+    """Return the unit that shards ``param``, or None. Local."""
     owner = getattr(param, "__dict__", {}).get(_OWNER) or _OWNERS.get(param)
     return owner() if owner is not None else None
 
@@ -43,7 +46,9 @@ def disown(param: nn.Parameter) -> None:
 
 
 def refuse_sharing(fn: Any, unit_name: str) -> None:
-    """``NotImplementedError`` if ``fn`` is what ``Module.share_memory`` applies. Local."""
+    """Raise ``NotImplementedError`` if ``fn`` is the function that ``Module.share_memory`` applies.
+    Local.
+    """
     if getattr(fn, "__qualname__", "").startswith(f"{nn.Module.share_memory.__qualname__}."):
         raise _sharing(unit_name)
 
@@ -57,7 +62,9 @@ def _sharing(unit_name: str) -> NotImplementedError:
 
 
 def gathered_of(param: Any) -> tuple[Any, str] | None:
-    """The unit and the name of the parameter whose full value ``param`` is, or None. Local."""
+    """Return the unit and the parameter's name if ``param`` is the full value of a parameter, else
+    None. Local.
+    """
     unit, name = getattr(param, "__dict__", {}).get(_GATHERED, (None, ""))
     unit = None if unit is None else unit()
     return None if unit is None else (unit, name)
@@ -72,11 +79,12 @@ def set_gathered(full: torch.Tensor, unit: Any, name: str) -> None:
 def adopt_values(unit: Any) -> None:
     """Copy the user's changes of ``unit``'s parameters into the shard. Local.
 
-    New values have the shape of this rank's shard, or (``use_orig_params=True``) of the whole
-    parameter on every rank. Parameters on the meta device keep what the shard holds.
-    ``RuntimeError``: any other shape (torch's "Cannot writeback when the parameter shape changes").
-    ``NotImplementedError``: names of a tied parameter have got different values. ``StateError``: a
-    parameter was deleted. ``ValueError``: another unit's parameter replaced one.
+    New values have the shape of this rank's shard or, with ``use_orig_params=True``, the shape of
+    the whole parameter on every rank. A parameter on the meta device leaves the shard as it is.
+    ``RuntimeError``: a value has any other shape (torch's "Cannot writeback when the parameter
+    shape changes"). ``NotImplementedError``: the names of a tied parameter have got different
+    values. ``StateError``: a parameter was deleted. ``ValueError``: a parameter was replaced by a
+    parameter of another unit.
     """
     if unit.summoned:
         return
@@ -86,10 +94,12 @@ def adopt_values(unit: Any) -> None:
             continue
         view, now = unit.views[index], unit.local(param)
         same = now.data_ptr() == view.data_ptr() and now.shape == view.shape
-        # share_memory_() moves the storage of all views; torch calls any GPU tensor shared.
+        # share_memory_() moves the storage of all views to shared memory. torch reports every GPU
+        # tensor as shared, so only CPU tensors are checked.
         if same and view.device.type == "cpu" and view.untyped_storage().is_shared():
             raise _sharing(unit.name)
-        # Module.to_empty() swaps a DTensor's fields for a new tensor's, which has no owner.
+        # Module.to_empty() replaces the contents of a DTensor by those of a new tensor, for which
+        # no owner is recorded.
         known = owner_of(param) is unit or not unit.dtensors
         if now.is_meta or same and known and now.dtype == view.dtype and now.device == view.device:
             continue
@@ -98,8 +108,8 @@ def adopt_values(unit: Any) -> None:
 
 
 def adopt_objects(unit: Any, but: int = -1) -> None:
-    """Let Parameters that the user has put into the modules take the place of the unit's; their
-    values are copied later. ``but``: number of a parameter that is not looked at. Local.
+    """Replace the unit's Parameters by the Parameters that the user has put into the modules. The
+    values are copied later. ``but``: the index of a parameter to skip. Local.
     """
     if unit.use_orig_params:
         for index, info in enumerate(unit.infos):
@@ -109,7 +119,9 @@ def adopt_objects(unit: Any, but: int = -1) -> None:
 
 
 def _is_behind_another(module: nn.Module, name: str) -> bool:
-    """Whether torch's utilities compute this parameter from others of the module."""
+    """Return whether a utility of torch (a parametrization, weight_norm, prune) computes this
+    parameter from other parameters of the module.
+    """
     made = (f"{name}{ending}" for ending in ("_orig", "_g"))
     return parametrize.is_parametrized(module, name) or any(n in module._parameters for n in made)
 
@@ -144,7 +156,7 @@ def _adopt_new(unit: Any, index: int, info: Any) -> None:
     for module, name in info.sites:
         module._parameters[name] = new
         if any(module.__dict__.get(name) is param for param in changed):
-            del module.__dict__[name]  # it was set past __setattr__ and would hide the entry
+            del module.__dict__[name]  # the attribute would hide the registered parameter
     _, grad, covers = unit.optim_params[index]
     info.param.grad = new.grad = None
     unit.optim_params[index] = (new, grad, covers)
@@ -155,15 +167,15 @@ def _adopt_new(unit: Any, index: int, info: Any) -> None:
 
 
 def refuse_unread(unit: Any) -> None:
-    """Raise if the user has replaced a flat parameter, or an original parameter that it covers: no
-    pass would read the new tensor. ``NotImplementedError`` inside ``functional_call``, else
-    ``StateError``. Local.
+    """Raise an error if the user has replaced a flat parameter, or an original parameter that a
+    flat parameter covers, because no pass would read the new tensor. The error is
+    ``NotImplementedError`` inside ``functional_call``, else ``StateError``. Local.
     """
     for index, (table, key) in unit.flat_places.items():
         if table.get(key) is not unit.flat_params[index]:
             way = "copy values into it (param.data.copy_(values)) instead"
             _refuse_unread(unit, f"flat parameter {key!r}", way)
-    if unit.flat.readable:  # the pass computes with what the modules show
+    if unit.flat.readable:  # in a pass, which computes with the tensors in the modules
         return
     for index, info in enumerate(unit.infos):
         for module, name in info.sites:
@@ -183,7 +195,7 @@ def _refuse_unread(unit: Any, which: str, way: str) -> None:
 
 
 def refuse_lending(what: str) -> None:
-    """``NotImplementedError`` inside ``torch.func.functional_call``, about ``what``. Local."""
+    """Raise ``NotImplementedError`` about ``what`` inside ``torch.func.functional_call``. Local."""
     if _in_functional_call():
         raise NotImplementedError(
             f"{what}: torch.func.functional_call cannot lend values to a sharded module, which "
@@ -193,8 +205,9 @@ def refuse_lending(what: str) -> None:
 
 
 def _one_of(unit: Any, changed: list[Any], what: str) -> Any:
-    """One of the new Parameters under the names of a tied parameter, if their values are equal: a
-    load with ``assign=True`` makes a Parameter for each name.
+    """Return one of the new Parameters that stand under the names of a tied parameter. A load with
+    ``assign=True`` makes a Parameter with equal values for each name. ``NotImplementedError``: the
+    values differ, or the unit's parameters are not DTensors.
     """
     made = [param for param in changed if not param.is_meta] or changed
     if unit.dtensors and all(_equal(unit.local(param), unit.local(made[0])) for param in made):
@@ -212,8 +225,8 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _in_functional_call() -> bool:
-    """Whether ``functional_call`` is running: it replaces parameters until it ends, and nothing
-    else tells such a replacement from a permanent one.
+    """Return whether ``functional_call`` is running. ``functional_call`` replaces parameters until
+    it ends, and only the call stack tells such a replacement from a permanent one.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -225,8 +238,9 @@ def _in_functional_call() -> bool:
 
 @torch.no_grad()
 def leave_kept(unit: Any) -> None:
-    """Give gradient tensors that the user has cleared or replaced memory of their own: the program
-    has kept some of them, and a backward writes new values into the unit's memory. Local.
+    """Copy gradient tensors that the user has cleared or replaced to new memory. The program has
+    kept some of these tensors, and the next backward would overwrite their values in the unit's
+    memory. Local.
     """
     for index, (param, grad, _) in enumerate(unit.optim_params):
         if grad is not None and param.grad is not grad:
@@ -236,9 +250,11 @@ def leave_kept(unit: Any) -> None:
     unit.announce_grads()
 
 
-@torch.inference_mode(False)  # a first forward in inference mode may share gradients
+@torch.inference_mode(False)  # called in a first forward, which may be in inference mode
 def renew_grads(unit: Any) -> None:
-    """Make new tensors over gradients that have moved and that no ``.grad`` shows. Local."""
+    """Make new gradient tensors after the memory of gradients has moved, while no ``.grad`` refers
+    to the old tensors. Local.
+    """
     for index, (_, grad, _) in enumerate(unit.optim_params):
         if grad is not None:
             _renew(unit, index)
@@ -253,18 +269,19 @@ def _renew(unit: Any, index: int) -> None:
 
 
 def viewed(unit: Any) -> bool:
-    """Whether the program has other tensors over the memory of the unit's gradients. Local."""
+    """Return whether the program has tensors of its own over the memory of the gradients. Local."""
     return any(_has_views(unit.local(grad)) for _, grad, _ in unit.optim_params if grad is not None)
 
 
 def grads_free(unit: Any) -> bool:
-    """Whether nothing but the engine refers to the memory of the unit's gradients. Local."""
+    """Return whether only the engine refers to the memory of the unit's gradients. Local."""
     return not unit.flat.grads_kept and not viewed(unit)
 
 
 def _has_views(grad: torch.Tensor) -> bool:
     storage = grad.untyped_storage()
-    # Uses by the tensor, its base, the engine's alias (csrc/py/unit/py_flat.h) and `storage`.
+    # The storage's users are the tensor, the tensor's base if there is one, the engine's alias
+    # (csrc/py/unit/py_flat.h) and `storage`.
     own = 3 + (grad._base is not None)
     return storage_use_count(storage) > own
 

@@ -1,1 +1,1 @@
-"""``FullyShardedDataParallel``: the class, its arguments, wrapping and summoning."""
+"""The implementation behind the class ``FullyShardedDataParallel`` (``fsdpc/fsdp.py``)."""

@@ -1,8 +1,9 @@
-"""Constructor arguments: checks, the sharding strategy in force and process groups.
+"""The arguments of the ``FullyShardedDataParallel`` constructor: checks, the sharding strategy in
+force and process groups.
 
-Exceptions have the type that torch's FSDP raises for the same mistake; messages state what was
+Exceptions have the type that torch's FSDP raises for the same mistake. Messages state what was
 passed and what to pass instead. Groups are made once per root and passed to nested units, so that
-the units of a tree share them.
+the units of a tree share these groups.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ RESHARD_AFTER_FORWARD = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy
 
 @dataclass(frozen=True)
 class GroupChoice:
-    """Process groups of a unit: values are sharded over ``shard`` and replicated over
-    ``replicate`` (HYBRID).
+    """The process groups of a unit. Values are sharded over ``shard`` and, with a HYBRID strategy,
+    replicated over ``replicate``.
     """
 
     shard: dist.ProcessGroup
@@ -42,7 +43,9 @@ class GroupChoice:
 
 @dataclass(frozen=True)
 class Options:
-    """What a constructor was given for its unit, as it was given; nested units inherit it."""
+    """The arguments that a constructor got for its unit, unchanged. Nested units inherit these
+    arguments.
+    """
 
     process_group: Any
     sharding_strategy: ShardingStrategy | None
@@ -74,17 +77,20 @@ class Options:
     def for_children(
         self, groups: GroupChoice, ignored_params: set[nn.Parameter]
     ) -> dict[str, Any]:
-        """The constructor's arguments for nested units, which use the same groups. Local."""
+        """Return the constructor's arguments for nested units, which use the same groups. Local."""
         given = {option.name: getattr(self, option.name) for option in fields(self)}
         if self.sharding_strategy in HYBRID and self.device_mesh is None:
             given["process_group"] = (groups.shard, groups.replicate)
         return {**given, "ignored_states": ignored_params}
 
     def for_unit(self, strategy: ShardingStrategy) -> dict[str, Any]:
-        """The keyword arguments of the engine's ``Unit``; ``strategy``: that in force. Local."""
+        """Return the keyword arguments of the engine's ``Unit``. ``strategy``: the strategy in
+        force (see ``resolve_strategy``). Local.
+        """
         mixed = self.mixed_precision or MixedPrecision()
         if mixed.param_dtype is not None:
-            # A single rank shards nothing, but can free low-precision copies after forward.
+            # A single rank shards nothing, but it can still free low-precision copies after
+            # forward. The strategy is therefore the one that the user passed, not NO_SHARD.
             strategy = self.sharding_strategy or ShardingStrategy.FULL_SHARD
         return {
             "param_dtype": mixed.param_dtype,
@@ -97,8 +103,8 @@ class Options:
 
 
 def check_module(module: Any) -> None:
-    """Check the first argument: ``TypeError`` unless an ``nn.Module``; warns of containers without
-    a forward. Local.
+    """Check the first argument: raise ``TypeError`` unless it is an ``nn.Module``, and warn of
+    containers without a forward. Local.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -113,7 +119,9 @@ def check_module(module: Any) -> None:
 
 
 def check_model(call: str, model: Any) -> None:
-    """``TypeError`` unless ``model`` is an ``nn.Module``; most often arguments are swapped."""
+    """Raise ``TypeError`` unless ``model`` is an ``nn.Module``. The most frequent cause is a wrong
+    order of the arguments.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"{call}: the model must be an nn.Module but got {type(model).__name__}; check the "
@@ -122,7 +130,7 @@ def check_model(call: str, model: Any) -> None:
 
 
 def check_optimizer(call: str, optim: Any) -> None:
-    """``TypeError`` unless ``optim`` is an optimizer, of any class."""
+    """Raise ``TypeError`` unless ``optim`` has ``param_groups``, as every optimizer has."""
     if not hasattr(optim, "param_groups"):
         raise TypeError(
             f"{call}: optim must be an optimizer but got {type(optim).__name__}; check the order "
@@ -131,7 +139,7 @@ def check_optimizer(call: str, optim: Any) -> None:
 
 
 def check_policy(policy: Any) -> None:
-    """``ValueError`` unless ``policy`` is an auto-wrap policy or None. Local."""
+    """Raise ``ValueError`` unless ``policy`` is an auto-wrap policy or None. Local."""
     if not (policy is None or callable(policy) or isinstance(policy, _Policy)):
         raise ValueError(
             "auto_wrap_policy must be a callable (module, recurse, nonwrapped_numel) -> bool, a "
@@ -150,7 +158,8 @@ def _check_type(name: str, value: Any, kind: type) -> None:
 
 
 def resolve_strategy(strategy: ShardingStrategy | None, groups: GroupChoice) -> ShardingStrategy:
-    """The effective strategy: FULL_SHARD by default, NO_SHARD in a sharding group of one rank.
+    """Return the strategy in force: NO_SHARD if the sharding group has one rank, otherwise the
+    given strategy, which is FULL_SHARD by default.
 
     Warns as torch does: ``UserWarning`` on the switch to NO_SHARD, ``FutureWarning`` on an explicit
     NO_SHARD.
@@ -179,8 +188,9 @@ def resolve_groups(
     auto_wrap_policy: Any,
     device_mesh: DeviceMesh | None,
 ) -> GroupChoice:
-    """The unit's process groups. Collective over the default group if HYBRID makes groups by host.
-    ``ValueError``, ``TypeError``: arguments that contradict each other or the strategy.
+    """Return the unit's process groups. Collective over the default group if a HYBRID strategy
+    makes groups by host. ``ValueError``, ``TypeError``: arguments contradict each other or the
+    strategy.
     """
     if process_group is not None and device_mesh is not None:
         raise ValueError(
@@ -253,11 +263,11 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def groups_by_host() -> GroupChoice:
-    """Sharding groups of the ranks of one host, replication groups across hosts. Collective over
-    all ranks.
+    """Make sharding groups of the ranks of each host and replication groups across hosts, and
+    return this rank's groups. Collective over all ranks.
 
-    Ranks are on one host if they can share memory and have the same ``FSDPC_HOST``.
-    ``ValueError``, on every rank: hosts have different numbers of ranks.
+    Ranks are on one host if they can share memory and have the same ``FSDPC_HOST``. ``ValueError``,
+    on every rank: hosts have different numbers of ranks.
     """
     by_name = _ranks_by_host()
     hosts = list(by_name.values())
@@ -277,7 +287,7 @@ def groups_by_host() -> GroupChoice:
 
 
 def _ranks_by_host() -> dict[str, list[int]]:
-    """Ranks grouped by host, hosts in the order of their first rank."""
+    """Return the ranks grouped by host, with the hosts in the order of their first rank."""
     hosts: dict[str, list[int]] = {}
     for rank, name in enumerate(_names_of_hosts()):
         hosts.setdefault(name, []).append(rank)
@@ -288,7 +298,9 @@ _askings = count()
 
 
 def _names_of_hosts() -> list[str]:
-    """Each rank's host name, exchanged through the store: NCCL would need every rank's GPU set."""
+    """Return each rank's host name. The names are exchanged through the store, because an exchange
+    with NCCL would need every rank to have set its GPU.
+    """
     group, mine = _default_group(), this_host()
     store, seconds = store_of(group), read_timeout()
     if store is None:
@@ -296,7 +308,8 @@ def _names_of_hosts() -> list[str]:
     prefix = f"fsdpc/hosts/{next(_askings)}"
     channel = Channel(store, prefix, group.rank(), group.size(), seconds, "of all ranks")
     names = channel.gather(mine.encode(), "finding the ranks of each host")
-    # Every rank has the names before rank 0, in whose process the store may be, can go on and fail.
+    # The store may be in rank 0's process, and is lost if that process ends. Rank 0 may soon fail
+    # with an error, so rank 0 waits here until every rank has the names.
     with suppress(_C.CommError):
         channel.gather(b"", "finding the ranks of each host")
     return [name.decode() for name in names]

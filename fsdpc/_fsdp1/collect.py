@@ -1,8 +1,9 @@
-"""Find a unit's modules, its parameters with all their registration sites, and what it ignores.
+"""Functions that find a unit's modules, the unit's parameters with all their registration sites,
+and the modules and parameters that the unit ignores.
 
 A unit manages every parameter below its module that is neither ignored nor below a nested unit. A
 parameter with several registration sites (tied weights) appears once. A parameter tied across two
-units is an error, because sharding by both would silently untie it.
+units is an error, because two units that both shard the parameter would silently untie it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from fsdpc.api import FlatParameter
 
 @dataclass
 class Ignored:
-    """The user's ignored modules, with all modules below them, and ignored parameters; also those
-    that nested units ignore.
+    """The ignored modules, with all modules below them, and the ignored parameters. Both include
+    what nested units ignore.
     """
 
     modules: set[nn.Module] = field(default_factory=set)
@@ -38,27 +39,29 @@ class Ignored:
         return [*self.modules, *self.params]
 
     def others(self, root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters below ``root`` that are not ignored, with clean names."""
+        """Yield the parameters below ``root`` that are not ignored, with their clean names."""
         return ((clean_fqn(n), p) for n, p in root.named_parameters() if p not in self.params)
 
 
 def is_unit_module(module: nn.Module) -> bool:
-    """True for an FSDP instance, by a class attribute: importing the wrapper would be circular."""
+    """Return whether ``module`` is an FSDP instance. The function reads a class attribute, because
+    an import of the wrapper class would be circular.
+    """
     return getattr(type(module), "_fsdpc_is_unit", False)
 
 
 def unit_modules(module: nn.Module) -> list[Any]:
-    """All FSDP instances in ``module``, itself included, depth first."""
+    """Return all FSDP instances in ``module``, including ``module`` itself, depth first."""
     return [child for child in module.modules() if is_unit_module(child)]
 
 
 def owned_modules(
     root: nn.Module, ignored: set[nn.Module], *, shared_twice: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
-    """``(clean name, module)`` in registration order; stops at nested FSDP instances and ignored
-    modules.
+    """Yield ``(clean name, module)`` in registration order, without nested FSDP instances and
+    ignored modules and without the modules below them.
 
-    A module registered twice is listed once, or under each name with ``shared_twice``.
+    A module registered twice is yielded once or, with ``shared_twice``, under each name.
     """
 
     def left_out(module: nn.Module) -> bool:
@@ -69,7 +72,9 @@ def owned_modules(
 
 
 def own_params(root: nn.Module, ignored: Ignored) -> Iterator[nn.Parameter]:
-    """Parameters of ``owned_modules`` that are not ignored, as often as they are registered."""
+    """Yield the parameters of ``owned_modules`` that are not ignored, each as often as it is
+    registered.
+    """
     for _, module in owned_modules(root, ignored.modules):
         for param in module._parameters.values():
             if param is not None and param not in ignored.params:
@@ -77,7 +82,8 @@ def own_params(root: nn.Module, ignored: Ignored) -> Iterator[nn.Parameter]:
 
 
 def collect_infos(root: nn.Module, ignored: Ignored, unit_name: str) -> list[ParamInfo]:
-    """Parameters of the unit around ``root`` in registration order, each once with all its sites.
+    """Return the parameters of the unit around ``root`` in registration order, each once with all
+    its registration sites.
 
     Local. ``ValueError``: a parameter that another unit shards (tied across units), a torch
     FlatParameter, a DTensor, or a parameter below a DDP module. ``RuntimeError``: a parameter on
@@ -149,15 +155,18 @@ def _check_param(param: nn.Parameter, name: str, unit_name: str) -> None:
 
 
 def claim(infos: list[ParamInfo], unit: Any) -> None:
-    """Record ``unit`` as the owner of its parameters, for the check of ties across units. Local."""
+    """Record ``unit`` as the owner of the parameters in ``infos``. Otherwise parameters tied across
+    units would not be detected. Local.
+    """
     for info in infos:
         set_owner(info.param, unit)
 
 
 def find_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
-    """Merge ``ignored_modules`` and ``ignored_states``. Local. torch's errors: ``ValueError`` for
-    both at once, mixed or wrong element types and FSDP instances; ``TypeError`` for a value that
-    is not iterable.
+    """Return the modules and parameters to ignore: those in ``ignored_modules`` or in
+    ``ignored_states``, and those that nested units ignore. Local. Raises torch's errors:
+    ``ValueError`` for both arguments at once, for mixed or wrong element types and for FSDP
+    instances; ``TypeError`` for a value that is not iterable.
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
@@ -217,7 +226,9 @@ def _check_all_modules(modules: list[Any]) -> None:
 
 
 def _with_children(modules: list[nn.Module]) -> set[nn.Module]:
-    """The modules and all below them, except FSDP instances and their managed modules."""
+    """Return the modules and all modules below them, except nested FSDP instances and the modules
+    that these instances manage.
+    """
     found: set[nn.Module] = set()
     for module in modules:
         if is_unit_module(module):
@@ -227,9 +238,10 @@ def _with_children(modules: list[nn.Module]) -> set[nn.Module]:
 
 
 def sync_states(root: nn.Module, infos: list[ParamInfo], groups: Any, device: torch.device) -> None:
-    """Broadcast parameters and buffers from rank 0. Collective over the unit's groups: first
-    replicas, then shards, so that every rank of every shard group gets rank 0's values. The
-    broadcast runs on ``device``; buffers of ignored modules may be on another device.
+    """Broadcast parameters and buffers from rank 0. Collective over the unit's groups: the
+    broadcast runs over the replication group first and over the sharding group second, so that
+    every rank of every sharding group gets rank 0's values. The broadcast runs on ``device``;
+    buffers of ignored modules may be on another device.
     """
     tensors: list[tuple[str, torch.Tensor]] = [(info.name, info.param) for info in infos]
     for info in infos:
@@ -241,7 +253,9 @@ def sync_states(root: nn.Module, infos: list[ParamInfo], groups: Any, device: to
 
 
 def _unsynced_buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers below ``root``, ignored ones included, except those that nested units synced."""
+    """Yield the buffers below ``root``, including those of ignored modules, except the buffers that
+    nested units have already broadcast.
+    """
     done: set[int] = set()
     for nested in unit_modules(root):
         if nested._options.sync_module_states:

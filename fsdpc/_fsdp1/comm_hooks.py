@@ -22,17 +22,18 @@ _COMPRESSING = (
 
 
 def register_comm_hook(self: Any, state: object, hook: Callable[..., Any]) -> None:
-    """Let ``hook`` replace the engine's reduction of gradients. Local; every rank must call
-    this method before the first forward.
+    """Let ``hook`` replace the engine's reduction of gradients. Local; every rank must call this
+    method before the first forward.
 
-    Each backward calls the hook once per unit: as ``hook(state, grad)`` for an unsharded unit
-    (NO_SHARD), with the reduced gradient left in ``grad``; otherwise as
-    ``hook(state, grad, output)``, where ``grad`` is the unit's full gradient, 1-D and padded to
-    one equal piece per rank, and ``output`` receives this rank's piece of the reduced gradient.
-    Both have the reduce dtype; the hook may set their ``.data`` to another floating dtype. The
-    hook also divides. A unit with parameters of several dtypes makes one call per dtype. All
-    ranks make the calls in the same order; units without gradients make none, and ``no_sync``
-    makes none.
+    Each backward calls the hook once per unit. For an unsharded unit (NO_SHARD) the call is
+    ``hook(state, grad)``, and the hook must leave the reduced gradient in ``grad``. For other units
+    the call is ``hook(state, grad, output)``. ``grad`` is then the unit's full gradient, 1-D and
+    padded to one equal shard per rank, and the hook must write this rank's shard of the reduced
+    gradient to ``output``. ``grad`` and ``output`` have the reduce dtype; the hook may set their
+    ``.data`` to another floating dtype. The hook must also divide the sum by the number of ranks.
+    For a unit with parameters of several dtypes the hook is called once per dtype. All ranks call
+    the hook in the same order. The hook is not called for units without gradients, nor inside
+    ``no_sync``.
 
     ``AssertionError``: ``self`` is not the root, a unit is HYBRID, or a hook is registered already.
     ``ValueError``: ``hook`` is not callable.
@@ -56,7 +57,7 @@ def register_comm_hook(self: Any, state: object, hook: Callable[..., Any]) -> No
 
 
 def summing_of(member: Any) -> Summing | None:
-    """The hook registered on an instance, in the form that the engine calls, or None. Local."""
+    """Return the instance's registered hook in the form that the engine calls, or None. Local."""
     hook, state = member._comm_hook, member._comm_hook_state
     return None if hook is None else partial(_sum, hook, state)
 
@@ -89,8 +90,8 @@ def _call(hook: Hook, state: object, unit: Any, grad: torch.Tensor, piece: int) 
 def _compressed(
     dtype: torch.dtype, state: Any, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """torch's two compressing hooks without their last step, which needs a stream and so fails on
-    the CPU; the engine casts the result.
+    """Do what torch's two compressing hooks do, without their last step, the cast to full
+    precision. That cast needs a stream, so it fails on the CPU. The engine casts the result.
     """
     grad = grad.to(dtype)
     if output is None:

@@ -1,9 +1,10 @@
 """``Module._apply`` for sharded modules: ``to``, ``cuda``, ``half``, ``double`` and the like.
 
-A conversion that keeps dtype and device skips the unit's parameters: the engine owns their memory.
-A change of dtype or device reshards the unit from the converted full values; Parameter objects keep
-their identity, also flat ones, because an optimizer may hold them. Only flat parameters whose
-dtypes become one dtype are replaced by another object: a warning says so.
+A conversion that keeps dtype and device skips the unit's parameters, because the engine owns their
+memory. A change of dtype or device shards the unit anew from the converted full values. Parameter
+objects, including flat parameters, keep their identity, because an optimizer may refer to them.
+There is one exception: flat parameters of several dtypes that become one dtype are replaced by one
+new flat parameter, and a warning says so.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ Fn = Callable[[torch.Tensor], torch.Tensor]
 
 
 def convert(member: Any, fn: Fn, rest: Callable[[], Any]) -> None:
-    """Apply ``fn`` to all tensors of ``member``; ``rest()`` is ``nn.Module._apply`` on registered
-    tensors.
+    """Apply ``fn`` to all tensors of ``member``. ``rest()`` applies ``nn.Module._apply`` to the
+    tensors that are registered at the time of the call.
 
-    Local if dtypes and device stay; otherwise collective over the unit's groups and only between
-    steps (``AssertionError``). ``NotImplementedError``: ``fn`` moves to an unsupported device.
+    Local if dtypes and device do not change; otherwise collective over the unit's groups and only
+    allowed between steps (``AssertionError``). ``NotImplementedError``: ``fn`` moves tensors to an
+    unsupported device.
     """
     unit = member._unit
     if unit is not None:
@@ -62,12 +64,12 @@ def convert(member: Any, fn: Fn, rest: Callable[[], Any]) -> None:
 
 
 def check_formats(member: Any, infos: list[Any]) -> None:
-    """Warn of parameters whose memory format is lost in gathered weights. Local."""
+    """Warn if parameters have a channels_last format, which gathered weights do not keep. Local."""
     _warn_of_format(member._name, [info.name for info in infos if _is_format(info.param)])
 
 
 def _is_format(tensor: torch.Tensor) -> bool:
-    """True for channels_last (2-D or 3-D) tensors that are not contiguous."""
+    """Return whether ``tensor`` has a channels_last format (2-D or 3-D) and is not contiguous."""
     if tensor.is_contiguous() or tensor.dim() not in (4, 5):
         return False
     last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
@@ -87,11 +89,11 @@ def _warn_of_format(unit_name: str, names: list[str]) -> None:
 
 
 def convert_storage(member: Any, dtype: torch.dtype) -> None:
-    """Store the trainable floating-point parameters of one unit, without nested units, in
-    ``dtype``: frameworks do so to train a low-precision model in fp32.
+    """Convert the storage of the trainable floating-point parameters of one unit, without nested
+    units, to ``dtype``. Frameworks do so to train a low-precision model in fp32.
 
-    Collective over the sharding group and only between steps (``AssertionError``); a no-op if
-    ``dtype`` is the storage dtype already.
+    Collective over the sharding group and only allowed between steps (``AssertionError``); a no-op
+    if ``dtype`` is the storage dtype already.
     """
     unit = member._unit
 
@@ -112,9 +114,11 @@ def convert_storage(member: Any, dtype: torch.dtype) -> None:
 
 
 def _target(member: Any, fn: Fn) -> torch.device:
-    """The device to which ``fn`` moves tensors of the member's device, tried on an empty tensor.
+    """Return the device to which ``fn`` moves tensors of the member's device. A call of ``fn`` on
+    an empty tensor finds this device.
 
-    Moving a unit with offloaded shards to the CPU, or to its own device, is a no-op.
+    The member's own device is returned if ``fn`` keeps that device, or if ``fn`` moves a unit with
+    offloaded shards to the CPU, which is a no-op.
     """
     here = member.compute_device
     device = fn(torch.empty(0, device=here)).device
@@ -127,7 +131,7 @@ def _target(member: Any, fn: Fn) -> torch.device:
 
 
 def _keeps_dtypes(unit: Any, fn: Fn) -> bool:
-    """True if ``fn`` keeps the dtype of an empty tensor of each dtype in ``unit``."""
+    """Return whether ``fn`` keeps every dtype in ``unit``. ``fn`` is tried on empty tensors."""
     dtypes = {param.dtype for param in unit.shard_params}
     return all(fn(torch.empty(0, dtype=d, device=unit.device)).dtype == d for d in dtypes)
 
@@ -146,7 +150,9 @@ def _move_groups(member: Any, device: torch.device) -> None:
 
 @contextmanager
 def _hidden(member: Any) -> Iterator[None]:
-    """Remove the unit's parameters from their modules; keys stay, to keep the order."""
+    """Replace the unit's parameters in their modules by None inside the context. The keys stay, so
+    that the order of registration does not change.
+    """
     tables = [module._parameters for info in member._unit.infos for module, _ in info.sites]
     tables.append(flat_owner(member)._parameters)
     managed = {id(param) for param in member._unit.shard_params}
@@ -172,7 +178,7 @@ def _rebuild(member: Any, rest: Callable[[], Any], fn: Fn, device: torch.device)
     install(member, unit.gather_full())
     rest()
     for info, shown in zip(unit.infos, site_params(unit), strict=True):
-        info.param.grad = None  # the user's Parameter object, with full values
+        info.param.grad = None  # `info.param` is the user's object; it gets full values
         info.param.data = shown.detach()
         info.register(info.param)
     if device != member.compute_device:

@@ -1,9 +1,9 @@
 """``copy.deepcopy`` of an FSDP instance: a second sharded model with separate memory.
 
-Modules, buffers and hooks are copied by ``nn.Module``'s deepcopy, nested instances first. A unit's
-parameters are replaced in the copy by parameters without memory; a new unit with the same layout is
-made from these, and each rank copies its shard. Nothing is gathered and the original does not
-change. Process groups, communicators and communication hooks are shared.
+Modules, buffers and hooks are copied by ``nn.Module``'s deepcopy, nested instances first. In the
+copy, parameters without memory replace a unit's parameters. A new unit with the same layout is made
+from the parameters without memory, and each rank copies its shard. Nothing is gathered and the
+original does not change. Process groups, communicators and communication hooks are shared.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ Memo = dict[int, Any]
 
 
 class Copying:
-    """Stands for an instance inside of ``copy.deepcopy``. A method ``__deepcopy__`` of the instance
-    would also be called for wrappers that pass attributes on, such as torch's
-    ``checkpoint_wrapper``, and the wrappers would be missing in the copy.
+    """A stand-in for an FSDP instance inside ``copy.deepcopy``. A method ``__deepcopy__`` of the
+    instance would also be called for wrappers that forward attribute access to the instance, such
+    as torch's ``checkpoint_wrapper``, and the wrappers would be missing in the copy.
     """
 
     def __init__(self, member: Any) -> None:
@@ -77,16 +77,19 @@ class Copying:
 
 
 def copied(made: Any) -> Any:
-    """``copy.deepcopy`` calls this with the copy; ``copy.copy`` with a ``Copying``: refused."""
+    """Return ``made`` if it is a finished copy, which ``copy.deepcopy`` passes. ``TypeError``:
+    ``made`` is a ``Copying``, which ``copy.copy`` passes.
+    """
     return made.__reduce_ex__(2) if isinstance(made, Copying) else made
 
 
 def deepcopy(member: Any, memo: Memo) -> Any:
-    """The sharded copy of ``member`` with nested instances, without gradients. Collective: every
-    rank of the groups must copy the same instance, between steps.
+    """Return the sharded copy of ``member``, with its nested instances and without gradients.
+    Collective: every rank of the groups must copy the same instance, between steps.
 
-    ``RuntimeError``: called in forward, backward or ``summon_full_params``. ``TypeError``: a
-    module's ``__deepcopy__`` omits a parameter, or a flat parameter was copied before its model.
+    ``RuntimeError``: the call is inside a forward, a backward or ``summon_full_params``.
+    ``TypeError``: a module's ``__deepcopy__`` omits a parameter, or a flat parameter was copied
+    before its model.
     """
     _check_free(member)
     result = type(member).__new__(type(member))
@@ -123,8 +126,8 @@ def _check_free(member: Any) -> None:
 
 
 def _empty_params(member: Any, memo: Memo) -> list[nn.Parameter]:
-    """Parameters of the copy, with shapes but without memory, entered in ``memo`` so that the
-    copied modules hold them.
+    """Return the copy's parameters, which have shapes but no memory. Each is entered in ``memo``,
+    so that the copied modules refer to it.
     """
     unit = member._unit
     if unit is None:
@@ -132,7 +135,7 @@ def _empty_params(member: Any, memo: Memo) -> list[nn.Parameter]:
     _writeback.adopt_values(unit)
     made = []
     for i, info in enumerate(unit.infos):
-        param = memo.get(id(info.param))  # set if an optimizer was copied before
+        param = memo.get(id(info.param))  # there is one if the optimizer was copied first
         if type(param) is not type(info.param):
             param = torch.Tensor._make_subclass(
                 type(info.param), torch.empty(0, device=unit.device), unit.trainable[i]
@@ -180,7 +183,9 @@ def _infos(unit: Any, empty_params: list[nn.Parameter], memo: Memo) -> list[Para
 
 @torch.no_grad()
 def _copy_shards(unit: Any, made: Any, memo: Memo) -> None:
-    """Copy shard to shard: names, sizes, dtypes and ranks are equal, and so the layouts are."""
+    """Copy each shard of ``unit`` into the same shard of ``made``. The layouts are equal, because
+    names, sizes, dtypes and ranks are equal.
+    """
     for ours, theirs, (param, _, _), (old, _, _) in zip(
         made.views, unit.views, made.optim_params, unit.optim_params, strict=True
     ):

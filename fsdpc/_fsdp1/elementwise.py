@@ -1,6 +1,9 @@
-"""Warnings before an optimizer's first step on flat shards: its step of an element depends on other
-elements of the parameter, or its groups took parts of parameters for vectors. Results are then not
-the unsharded run's, and nothing else would say so.
+"""Warnings before an optimizer's first step on flat shards.
+
+There are two cases: the optimizer's step of an element depends on other elements of the parameter,
+or the parameter groups were chosen by the number of dimensions, which is 1 for every flat shard.
+The results then differ from those of an unsharded run, and nothing else would report the
+difference.
 """
 
 from __future__ import annotations
@@ -29,14 +32,14 @@ _COLLECTIVES = frozenset(
     "reduce_scatter_tensor".split()
 )
 _SHAPE, _CUT, _STEPS = (16, 8), 64, 5
-_NOT_RULES = ("params", "param_names", "name", "lr", "initial_lr")  # differ by group in any case
+_NOT_RULES = ("params", "param_names", "name", "lr", "initial_lr")  # not a part of a rule
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _said: set[type] = set()
 
 
 @functools.cache
 def install() -> None:
-    """Look at each optimizer of this process before its first step. Local."""
+    """Inspect each optimizer of this process before the optimizer's first step. Local."""
     register_optimizer_step_pre_hook(_look)
 
 
@@ -48,11 +51,11 @@ def _look(optimizer: Any, args: Any, kwargs: Any) -> None:
     kind = type(optimizer)
     if kind in _said or kind in _ELEMENTWISE or kind.__module__.startswith("fsdpc."):
         return
-    flat = {  # groups with other options may have another rule
+    flat = {  # one parameter per update rule, which depends on the options of the group
         _rule(group): (param, {**optimizer.defaults, **group})
         for group in optimizer.param_groups
         for param in group["params"]
-        if _is_flat(param) and not group.get("fsdp_in_use")  # which sums over ranks itself
+        if _is_flat(param) and not group.get("fsdp_in_use")  # then it sums over ranks
     }
     if not flat:
         return
@@ -77,8 +80,8 @@ def _rule(group: dict[str, Any]) -> str:
 
 
 def _look_at_groups(groups: list[dict[str, Any]]) -> None:
-    """Warn of groups that were chosen by ``p.dim()``: no parameter is a matrix any more, so all
-    weights lie in the group of the vectors, and the group of the matrices is empty.
+    """Warn if the groups were chosen by ``p.dim()``. Flat shards have one dimension, so all weights
+    are then in the group meant for vectors, and the group meant for matrices is empty.
     """
     decays: tuple[list[float], list[float]] = ([], [])
     for group in groups:
@@ -101,14 +104,18 @@ def _was_matrix(param: Any) -> bool:
 
 
 def _is_flat(param: Any) -> bool:
-    """Whether an optimizer sees a flat part of a parameter, or several parameters as one."""
+    """Return whether an optimizer sees ``param`` as a flat part of a parameter, or as several
+    parameters in one.
+    """
     unit = owner_of(param)
     return unit is not None and not unit.dtensors and (unit.is_sharded or not unit.use_orig_params)
 
 
 def _is_elementwise(kind: type, options: dict[str, Any], device: torch.device) -> bool:
-    """Whether a few steps move a matrix as they move its two halves, as flat tensors; True also if
-    the step calls collectives, the trial fails, or a second trial differs.
+    """Take a few steps on a matrix, and the same steps on the two halves of the matrix as flat
+    tensors. Return whether all elements change in the same way. The result is also True if the step
+    calls collectives, if the trial raises, if a second trial gives another result, or if the steps
+    move nothing.
     """
     code = getattr(inspect.unwrap(kind.step), "__code__", None)
     if code is not None and _COLLECTIVES & set(code.co_names):
@@ -119,7 +126,7 @@ def _is_elementwise(kind: type, options: dict[str, Any], device: torch.device) -
     for given in (known, group):
         if isinstance(given.get("lr"), (float, Tensor)):
             given["lr"] = 0.1
-    makers = (  # some constructors take no groups
+    makers = (  # the second is for constructors that take no groups
         lambda param: kind([{**group, "params": [param]}], **known),
         lambda param: kind([param], **known),
     )
@@ -145,8 +152,9 @@ def _moves_alike(make: Any, device: torch.device) -> bool:
 
 
 def _matrix() -> tuple[Tensor, list[Tensor]]:
-    """Values and gradients. The first gradient is orthogonal to the values row by row, the others
-    resemble it at every size: with other gradients some optimizers step as if elementwise.
+    """Return the values and the gradients of a trial. The first gradient is orthogonal to the
+    values row by row. The other gradients resemble the first one up to noise and a random factor
+    per element. With other gradients the trial would take some optimizers for elementwise.
     """
     numbers = torch.Generator().manual_seed(0)
     values, first = (torch.randn(_SHAPE, generator=numbers, device="cpu") for _ in range(2))
@@ -159,7 +167,7 @@ def _matrix() -> tuple[Tensor, list[Tensor]]:
 
 
 def _moved(make: Any, values: Tensor, grads: list[Tensor], device: torch.device) -> Tensor:
-    """By how much steps with these gradients move a parameter."""
+    """Return the change of a parameter with the values ``values`` by steps with ``grads``."""
     param = nn.Parameter(values.to(device, copy=True))
     optimizer = make(param)
     closure = inspect.signature(optimizer.step).parameters.get("closure")

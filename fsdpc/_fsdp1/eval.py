@@ -1,10 +1,10 @@
 """FSDP_USE_FULL_PREC_IN_EVAL=1: modules in eval mode compute in the parameters' storage dtypes.
 
-The engine gathers in ``param_dtype`` only, so such a forward runs on private full copies of one
-unit (and those around it) at a time: per rank a unit's size in its storage dtype, beside the slots
-that all ranks share. Inputs are not cast, and buffers have their dtypes from before mixed
-precision. All ranks must run the same units. A backward through such a forward raises, because its
-gradients cannot reach the shards.
+The engine gathers in ``param_dtype`` only. A forward in full precision therefore runs on private
+full copies. The copies of a unit exist during the unit's forward. Each rank needs memory for these
+copies in the storage dtypes, in addition to the slots that all ranks share. Inputs are not cast,
+and buffers have their dtypes from before mixed precision. All ranks must run the same units. A
+backward through such a forward raises, because the gradients of the copies cannot reach the shards.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from fsdpc._fsdp1.summon import install, site_params, uninstall
 
 
 def asked() -> bool:
-    """True if the environment variable is set at wrapping. Local."""
+    """Return whether FSDP_USE_FULL_PREC_IN_EVAL is "1". Called when a module is wrapped. Local."""
     return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
 
 
 def applies(member: Any) -> bool:
-    """True if a forward of ``member``, in eval mode with the variable set, runs in full precision:
-    ``member`` or the model around it has a ``param_dtype``, and no training pass of an outer
-    instance, with low-precision inputs, is running. Local.
+    """Return whether a forward of ``member``, in eval mode with the variable set, runs in full
+    precision. The condition is that any instance in the model has a ``param_dtype``. There are two
+    exceptions: ``member`` is summoned, or the forward belongs to a training pass of the root, whose
+    inputs have low precision. Local.
     """
     if member._summoned:
         return False
@@ -46,7 +47,7 @@ def applies(member: Any) -> bool:
 
 
 def forward(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One instance's forward on full-precision copies. Collective over the sharding group."""
+    """Run one instance's forward on full-precision copies. Collective over the sharding group."""
     prepare = preparation(member.compute_device if member._is_root else None, None)
     if prepare is not None:
         args, kwargs = prepare(args, kwargs)
@@ -57,7 +58,7 @@ def forward(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @contextmanager
 def _full_parameters(member: Any) -> Iterator[None]:
     unit = member._unit
-    if unit is None or unit.summoned:  # summoned: a module calls itself
+    if unit is None or unit.summoned:  # the unit is summoned if a module calls itself
         yield
         return
     install(member, unit.gather_full())
@@ -80,7 +81,7 @@ def _refuse(unit: str, name: str, grad: torch.Tensor) -> None:
 
 @contextmanager
 def _full_buffers(member: Any) -> Iterator[None]:
-    """Restore the unit's buffers to their dtypes from before mixed precision."""
+    """Inside the context, give the unit's buffers the dtypes from before mixed precision."""
     low = member.mixed_precision.buffer_dtype
     cast = []
     if low is not None and member._buffer_dtypes:

@@ -1,9 +1,11 @@
-"""The base of the wrapper class: torch's FullyShardedDataParallel in name, ``nn.Module`` in fact.
+"""The base of the wrapper class, which derives from torch's FullyShardedDataParallel but behaves as
+``nn.Module``.
 
 Frameworks test ``isinstance(model, FullyShardedDataParallel)`` with torch's class, often through
-references that cannot be replaced, so only deriving from torch's class always works. None of that
-class's code may run on fsdpc's instances, so each of its attributes is hidden: its overrides by
-``nn.Module``'s attributes, the rest by ``AttributeError``.
+references that cannot be replaced. The wrapper must derive from torch's class so that the test
+succeeds for every such reference. No code of torch's class may run on fsdpc's instances. Each
+attribute of torch's class is therefore hidden: by ``nn.Module``'s attribute of the same name or, if
+there is none, by a descriptor that raises ``AttributeError``.
 """
 
 from __future__ import annotations
@@ -16,16 +18,22 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataP
 from fsdpc._torch import FSDPState
 
 _KEPT = frozenset({"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__"})
-_accepting: list[type] = []  # fsdpc's class while torch's name is bound to it
+# Contains fsdpc's class while torch's name FullyShardedDataParallel refers to that class.
+# Otherwise the list is empty.
+_accepting: list[type] = []
 
 
 def accept_torch_instances(cls: type | None) -> None:
-    """Make torch's instances count as instances of ``cls`` too (``None``: stop). Local."""
+    """Let torch's instances count as instances of ``cls`` too, until a call with ``cls=None``.
+    Local.
+    """
     _accepting[:] = [] if cls is None else [cls]
 
 
 class _Absent:
-    """Hides an attribute of torch's class; ``__getattr__`` still runs."""
+    """A descriptor that hides an attribute of torch's class by raising ``AttributeError``, so that
+    ``__getattr__`` still runs.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -35,7 +43,9 @@ class _Absent:
 
 
 class FaceType(type):
-    """While torch's name is bound to fsdpc's class, torch's instances are instances of it."""
+    """The metaclass of the wrapper class. While torch's name FullyShardedDataParallel refers to
+    fsdpc's class, instances of torch's class count as instances of fsdpc's class.
+    """
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if super().__instancecheck__(instance):

@@ -1,4 +1,4 @@
-"""The attributes of torch's flat-parameter handle that frameworks use, on fsdpc's units."""
+"""A unit that has those attributes of torch's flat-parameter handle that frameworks use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _with_padding(params: list[dict[str, Any]]) -> tuple[tuple[int, ...], list[bool]]:
-    """Lengths of parameters and of padding between them; for each length whether it is padding."""
+    """Return the lengths of the parameters and of the padding between them. The second list says
+    for each length whether the length belongs to padding.
+    """
     numels: list[int] = []
     padding: list[bool] = []
     at = 0
@@ -43,26 +45,28 @@ def _shard_info(span: tuple[int, int, int]) -> ShardParamInfo:
 def _padding_of(
     layout: dict[str, Any], members: list[int], rank: int, segment: dict[str, Any]
 ) -> int:
-    """Elements of padding at the end of a rank's piece."""
+    """Return the number of padding elements at the end of a rank's shard of the segment."""
     ends = [begin + length for _, begin, length in (layout["spans"][i][rank] for i in members)]
     return segment["piece_numel"] - max(ends, default=0)
 
 
 class HandledUnit(Unit):
-    """A unit of ``FullyShardedDataParallel``. Frameworks set the storage dtype by
+    """A unit of ``FullyShardedDataParallel``. Frameworks change the storage dtype by setting
     ``_orig_param_dtype``, which calls ``on_storage_dtype``.
     """
 
     on_storage_dtype: Callable[[torch.dtype], None] | None = None
 
     def __init__(self, *args: Any, former: Sequence[nn.Parameter] = (), **options: Any) -> None:
-        """``former``: flat parameters of the unit that this one replaces: optimizers hold them."""
+        """``former``: the flat parameters of the unit that this unit replaces. Their objects are
+        used again, because optimizers may refer to them.
+        """
         self.former: dict[Any, nn.Parameter] = {vars(flat)["_fqns"]: flat for flat in former}
         super().__init__(*args, **options)
 
     def make_flat_param(self, index: int, segment: dict[str, Any]) -> nn.Parameter:
-        """This rank's shard of one segment as torch's flat parameter: 1-D, with ``_fqns``. Uses the
-        object for the same parameters in ``former`` again, if there is one.
+        """Return this rank's shard of one segment as torch's flat parameter, a 1-D tensor with
+        ``_fqns``. If ``former`` has an object for the same parameters, that object is used again.
         """
         layout = self.flat.layout()
         members = [i for i, p in enumerate(layout["params"]) if p["segment"] == index]
@@ -83,8 +87,8 @@ class HandledUnit(Unit):
         return param
 
     def _metadata(self, layout: dict[str, Any], index: int, members: list[int]) -> dict[str, Any]:
-        """The attributes of torch's flat parameters, except ``_param_infos`` and ``_modules``: they
-        refer to modules, so an optimizer would keep a deleted model alive.
+        """Return the attributes of torch's flat parameters, except ``_param_infos`` and
+        ``_modules``. These two refer to modules, so an optimizer would keep a deleted model alive.
         """
         rank, world = self.groups.shard.rank, self.groups.shard.world
         segment = layout["segments"][index]
@@ -114,8 +118,8 @@ class HandledUnit(Unit):
 
     @property
     def flat_param(self) -> nn.Parameter | None:
-        """The first flat parameter: a trainable one if there is any. With ``use_orig_params`` no
-        flat parameter is registered: each read makes a view of the shard.
+        """The first flat parameter. Trainable flat parameters come first. With ``use_orig_params``
+        no flat parameter is registered, and each read makes a new view of the shard.
         """
         if self.flat_params:
             return self.flat_params[0]
@@ -124,7 +128,9 @@ class HandledUnit(Unit):
 
     @property
     def _orig_param_dtype(self) -> torch.dtype | None:
-        """Storage dtype of the (trainable) parameters; setting it converts them. Collective."""
+        """The storage dtype of the (trainable) parameters. Setting this property converts the
+        parameters. Collective.
+        """
         param = self.flat_param
         return None if param is None else param.dtype
 

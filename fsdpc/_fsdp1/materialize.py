@@ -1,8 +1,10 @@
-"""Materialise meta-device modules by the user's ``param_init_fn`` or ``reset_parameters()``.
+"""Materialisation of modules on the meta device by the user's ``param_init_fn`` or by
+``reset_parameters()``.
 
-Beyond the usual recipe, tied weights stay tied (``to_empty`` makes a Parameter per site, so the
-first one is registered again at all sites), and uninitialised values are reported: floating tensors
-are filled with NaN before ``reset_parameters()``, and one warning names those still all NaN.
+Tied weights stay tied: ``to_empty`` makes a Parameter per registration site, so the first of these
+Parameters is registered at all sites again. Values that stay uninitialised are reported:
+floating-point tensors are filled with NaN before ``reset_parameters()``, and one warning names the
+tensors that contain only NaN afterwards.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ def materialize(
     *,
     warn_unwritten: bool,
 ) -> None:
-    """Materialise the unit's own modules if any of its parameters or buffers is on the meta device.
-    Local.
+    """Materialise the unit's own modules if any of the unit's own parameters or buffers is on the
+    meta device. Local.
 
-    ``warn_unwritten`` is False if a broadcast overwrites the values (``sync_module_states``).
+    ``warn_unwritten`` is False if ``sync_module_states`` makes a broadcast overwrite the values.
     """
     modules = list(owned_modules(root, ignored.modules))
     if not any(
@@ -58,7 +60,7 @@ def _own_tensors(module: nn.Module, ignored: Ignored) -> Iterator[tuple[str, tor
 
 
 def tied_sites(modules: list[tuple[str, nn.Module]]) -> list[list[Site]]:
-    """The places of each Parameter that has several places, for ``retie``."""
+    """Return the registration sites of each Parameter that has several sites, for ``retie``."""
     sites: dict[int, list[Site]] = {}
     for _, module in modules:
         for name, param in module._parameters.items():
@@ -68,7 +70,9 @@ def tied_sites(modules: list[tuple[str, nn.Module]]) -> list[list[Site]]:
 
 
 def retie(sites: list[Site]) -> None:
-    """Register one Parameter at all sites again: the first that has memory."""
+    """Find the first Parameter with memory at ``sites``, and register this Parameter at all of
+    them.
+    """
     params = [module._parameters[name] for module, name in sites]
     param = next((p for p in params if p is not None and not p.is_meta), params[0])
     for module, name in sites:
@@ -92,7 +96,9 @@ def _reset_all(modules: list[tuple[str, nn.Module]], device: torch.device, warn:
 
 
 def _reset(module: nn.Module, device: torch.device, *, needed: bool) -> None:
-    """``needed``: warn of a module without ``reset_parameters()``; False if a broadcast follows."""
+    """Allocate the module's own tensors and call ``reset_parameters()``. ``needed``: False if a
+    broadcast will overwrite the values; the module may then lack ``reset_parameters()``.
+    """
     try:
         with _real_buffers_kept(module):
             module.to_empty(device=device, recurse=False)
@@ -113,7 +119,9 @@ def _reset(module: nn.Module, device: torch.device, *, needed: bool) -> None:
 
 @contextmanager
 def _real_buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Keep buffers that have values, as when only parameters were made on the meta device."""
+    """Keep the buffers that have values, for example if only parameters were made on the meta
+    device.
+    """
     real = {name: b for name, b in module._buffers.items() if b is not None and not b.is_meta}
     module._buffers.update(dict.fromkeys(real))
     try:

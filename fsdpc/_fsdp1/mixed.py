@@ -1,6 +1,7 @@
-"""Mixed precision of plain tensors. The engine casts parameters and gradients; the front end casts
-forward inputs (see ``_engine/inputs.py``), buffers, and the inputs and outputs of modules such as
-BatchNorm that must compute in fp32.
+"""The part of mixed precision that the engine does not do: casts of buffers, and of the inputs and
+outputs of modules such as BatchNorm that must compute in fp32.
+
+The engine casts parameters and gradients. Forward inputs are cast as ``_engine/inputs.py`` says.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ def cast_buffers(
     dtype: torch.dtype | None,
     device: torch.device | None = None,
 ) -> dict[str, torch.dtype]:
-    """Cast the unit's own floating buffers in place to ``dtype``, and move them all to ``device``.
+    """Cast the unit's own floating-point buffers in place to ``dtype``, and move all buffers of the
+    unit to ``device``.
 
-    Returns ``{clean name below root: original dtype}`` of changed buffers, for state dicts.
-    Local.
+    Return ``{clean name below root: original dtype}`` of the buffers whose dtype changed, for state
+    dicts. Local.
     """
     changed: dict[str, torch.dtype] = {}
     originals: dict[int, torch.dtype] = {}

@@ -14,20 +14,22 @@ FSDP_PREFIX = FSDP_WRAPPED + "."
 CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 FLAT_PARAM = "_flat_param"
 
-_PARALLEL, _COMPILED = "module", "_orig_mod"  # what DDP and torch.compile call the module inside
+_PARALLEL, _COMPILED = "module", "_orig_mod"  # DDP's and torch.compile's names of the inner module
 _WRAPPERS = frozenset({FSDP_WRAPPED, CHECKPOINT_WRAPPED})
 
 
 def clean_fqn(name: str) -> str:
-    """``a._fsdp_wrapped_module.b`` -> ``a.b``; also removes activation wrappers' segments."""
+    """Remove the name segments of FSDP and of activation wrappers: ``a._fsdp_wrapped_module.b``
+    becomes ``a.b``.
+    """
     if FSDP_WRAPPED not in name and CHECKPOINT_WRAPPED not in name:
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def cleaner(model: nn.Module) -> Callable[[str], str]:
-    """A function from a name without FSDP's segments to the name in the bare model: it removes the
-    segments of DistributedDataParallel and torch.compile.
+    """Return a function that converts a name without FSDP's segments to the name in the bare model.
+    The function removes the segments of DistributedDataParallel and torch.compile.
     """
     parallel = (
         join(clean_fqn(name), _PARALLEL)
@@ -48,7 +50,9 @@ def cleaner(model: nn.Module) -> Callable[[str], str]:
 
 
 def flat_param_name(index: int) -> str:
-    """Registered name of a unit's ``index``-th flat parameter (torch has only one)."""
+    """Return the registered name of a unit's ``index``-th flat parameter. In torch a unit has only
+    one flat parameter.
+    """
     return FLAT_PARAM if index == 0 else f"{FLAT_PARAM}_{index}"
 
 
@@ -57,8 +61,9 @@ _announced: list[str] = []
 
 @contextmanager
 def announced(name: str) -> Iterator[None]:
-    """Pass the next unit constructed in this block its name in the model being wrapped: the
-    constructor's signature is torch's and has no argument for a name.
+    """Keep ``name``, a unit's name in the model being wrapped, for the next unit that is
+    constructed in this context. The constructor's signature is torch's and has no argument for a
+    name.
     """
     _announced[:] = [name]
     try:
@@ -68,5 +73,7 @@ def announced(name: str) -> Iterator[None]:
 
 
 def take_announced(default: str) -> str:
-    """The announced name, once; ``default`` for a unit constructed by the user."""
+    """Return the announced name and forget the name. If no name is announced, because the user
+    constructs the unit, return ``default``.
+    """
     return _announced.pop() if _announced else default

@@ -1,8 +1,10 @@
-"""A unit's compute device: ``device_id``, the module's device, and the move to it.
+"""The choice of a unit's compute device from ``device_id`` and the module's device, and the move of
+the module to this device.
 
-The rules are torch's: a module on a GPU stays there; a module on the CPU moves to ``device_id``,
-unit by unit after its nested units were sharded, so that the GPU holds at most one unit's full
-parameters beside the shards. Without ``device_id`` a module is sharded on its device.
+The rules are torch's. A module on a GPU stays on that GPU. A module on the CPU moves to
+``device_id``. Each unit moves after the units inside it were sharded, so the GPU has at most one
+unit's full parameters in addition to the shards. Without ``device_id`` a module is sharded on its
+device.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from fsdpc._fsdp1.collect import Ignored, own_params, owned_modules, unit_module
 
 
 def asked_device(device_id: Any) -> torch.device | None:
-    """The device of the constructor's ``device_id``, with an index for a GPU. Local.
+    """Return the device that the constructor's ``device_id`` names, with an index if it is a GPU.
+    Local.
 
-    A GPU without an index is torch's current one (``UserWarning``, as in torch). ``TypeError``: not
-    a device at all. ``RuntimeError``: the device is unusable; the message has the reason.
+    A GPU without an index means torch's current GPU (``UserWarning``, as in torch). ``TypeError``:
+    ``device_id`` is not a device at all. ``RuntimeError``: the device is unusable; the message
+    gives the reason.
     """
     if device_id is None:
         return None
@@ -57,7 +61,9 @@ def asked_device(device_id: Any) -> torch.device | None:
 
 
 def why_not(device: torch.device) -> str | None:
-    """The reason, in one sentence, why ``device`` is unusable, or None. Local."""
+    """Return the reason, in one sentence, why ``device`` is unusable, or None if it is usable.
+    Local.
+    """
     if device.type == "cpu":
         return None
     if device.type != "cuda":
@@ -77,8 +83,8 @@ def why_not(device: torch.device) -> str | None:
 
 
 def default_device() -> torch.device:
-    """The device of a module without memory or parameters if there is no ``device_id``: torch's
-    current GPU, or the CPU if that GPU is unusable. Local.
+    """Return the compute device if there is no ``device_id`` and the module is on the meta device
+    or has no parameters: torch's current GPU, or the CPU if that GPU is unusable. Local.
     """
     if not torch.cuda.is_available():
         return CPU
@@ -89,11 +95,11 @@ def default_device() -> torch.device:
 def move_module(
     root: nn.Module, ignored: Ignored, asked: torch.device | None, unit_name: str
 ) -> torch.device:
-    """Move the unit's own parameters and buffers to ``asked``; returns the compute device. Local.
+    """Move the unit's own parameters and buffers to ``asked``; return the compute device. Local.
 
     Tensors that are ignored or belong to nested units do not move. ``RuntimeError``: parameters are
-    on the CPU and on a GPU without ``asked``, on several GPUs, or on an unusable device.
-    ``ValueError``: parameters are on another GPU than ``asked``.
+    on several GPUs or on an unusable device, or ``asked`` is None and parameters are on the CPU and
+    on a GPU. ``ValueError``: parameters are on another GPU than ``asked``.
     """
     _check_single_device(root, ignored, asked, unit_name)
     if asked is not None:
@@ -135,7 +141,9 @@ def _check_single_device(
 
 @torch.no_grad()
 def _move(root: nn.Module, ignored: Ignored, device: torch.device) -> None:
-    """Move one tensor at a time, in place: Parameters keep their identity, as in ``Module.to``."""
+    """Move the tensors one at a time and in place, so that Parameters keep their identity, as in
+    ``Module.to``.
+    """
     if device == CPU:
         return
     for tensor in _on_the_cpu(root, ignored):

@@ -1,5 +1,5 @@
-"""FSDP1's part of lazy initialisation (see ``fsdpc/_engine/root.py``): which instances belong to a
-root, and what an instance needs to know of its position.
+"""FSDP1's part of lazy initialisation (see ``fsdpc/_engine/root.py``): the instances that belong to
+a root, and the settings of an instance that depend on its position in the tree.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _PREFETCH = {
 
 
 def _pass_unit(root: Any) -> HandledUnit:
-    """A unit without parameters, for a root that has none: its hooks mark the begin and end of a
-    pass through the tree.
+    """Return a unit without parameters for a root that has no parameters. The hooks of this unit
+    mark the begin and the end of a pass through the tree.
     """
     if root._pass_unit is None:
         unit = HandledUnit(
@@ -44,7 +44,9 @@ def _pass_unit(root: Any) -> HandledUnit:
 
 
 def enter_without_unit(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Pre-forward hook of an instance without a unit."""
+    """Initialise the tree if an instance without a unit is called before its root is known.
+    Registered as a forward pre-hook.
+    """
     if member._is_root is None:
         call_untraced(lazy_init, member)
         if member._pass_unit is not None:
@@ -63,7 +65,9 @@ def _check_homogeneous(members: list[Any]) -> None:
 
 
 def _prepare_member(member: Any, name: str) -> None:
-    """Set what depends on the position in the tree: unit name, casts of inputs and buffers."""
+    """Set what depends on the instance's position in the tree: the unit's name, and how inputs and
+    buffers are cast.
+    """
     if member._unit is not None:
         member._unit.name = name or member._unit.name
     mixed = member.mixed_precision
@@ -83,12 +87,14 @@ def _prepare_member(member: Any, name: str) -> None:
 
 
 def _options(root: Any) -> TreeOptions:
-    """The tree's options, without ``limit_all_gathers``: slots bound the gathers in any case."""
+    """Return the tree's options. ``limit_all_gathers`` is not one of them, because the number of
+    slots limits the gathers in any case.
+    """
     return TreeOptions(_PREFETCH[root.backward_prefetch], root.forward_prefetch)
 
 
 def tree_units(root: Any) -> list[Any]:
-    """The engine's units in ``root``, depth first."""
+    """Return the engine's units in ``root``, depth first."""
     return [member._unit for member in unit_modules(root) if member._unit is not None]
 
 

@@ -1,10 +1,10 @@
 """``summon_full_params``, and the registration of full parameters for state dicts and conversions.
 
-A summoned unit registers private full copies in original shapes under clean names; users never
+A summoned unit registers private full copies in original shapes under clean names. Users never
 write to the gathered slot that ranks share. With ``use_orig_params=True`` the user's Parameter
 objects get the full values, so that flags, attributes and optimizer state stay attached. On exit
-the values registered at each site (also of a new Parameter) are written back to the shard, or
-dropped.
+the values that are registered at each site at that time are written back to the shard or dropped.
+The user may have registered a new Parameter at a site.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def summon_full_params(
 
 
 def check_arguments(writeback: bool, rank0_only: bool, offload_to_cpu: bool) -> None:
-    """Refuse, or warn of, the combinations that torch refuses or warns of. Local."""
+    """Raise or warn if torch raises or warns for this combination of arguments. Local."""
     if writeback and rank0_only:
         raise NotImplementedError(
             "writeback=True and rank0_only=True is not supported yet: the other ranks have no full "
@@ -70,7 +70,9 @@ def check_arguments(writeback: bool, rank0_only: bool, offload_to_cpu: bool) -> 
 
 
 def check_idle(member: Any) -> None:
-    """torch's ``AssertionError`` if ``member``'s phase forbids full parameters. Local."""
+    """Raise torch's ``AssertionError`` if ``member`` is in forward or in backward, or is summoned
+    already. Local.
+    """
     unit = member._unit
     if unit is not None and unit.state in ("forward", "backward"):
         raise AssertionError(
@@ -85,8 +87,8 @@ def check_idle(member: Any) -> None:
 
 
 def _check_free(member: Any) -> None:
-    """torch's ``AssertionError`` for a unit that is summoned already or in use by a forward or
-    backward. Local.
+    """Raise torch's ``AssertionError`` for a unit that is summoned already or that a forward or
+    backward uses. Local.
     """
     unit = member._unit
     if member._summoned or (unit is not None and unit.flat.in_use):
@@ -101,7 +103,9 @@ def summon_one(
     with_grads: bool,
     offload: bool = False,
 ) -> Iterator[None]:
-    """``summon_full_params`` of one FSDP instance, not of nested instances. Collective on entry."""
+    """Summon the full parameters of one FSDP instance, without those of nested instances.
+    Collective on entry.
+    """
     unit = member._unit
     if unit is None:
         with _flagged(member, rank0_only):
@@ -115,7 +119,7 @@ def summon_one(
         if full is None:
             yield
             return
-        # Other ranks may have gathered the unit already in the current pass.
+        # During a pass other ranks may have gathered the unit already, so values must not change.
         frozen = unit.state in ("forward", "backward")
         before = [tensor.clone() for tensor in full] if frozen else []
         own = unit.own_objects() if unit.use_orig_params else None
@@ -138,7 +142,9 @@ def summon_one(
 
 
 def _take_flags(unit: Any) -> None:
-    """Copy ``requires_grad`` of Parameters that were replaced inside the context."""
+    """Copy ``requires_grad`` from each Parameter that the user registered inside the context to the
+    unit's parameter.
+    """
     for info, shown in zip(unit.infos, site_params(unit), strict=True):
         if shown is not None and shown is not info.param:
             info.param.requires_grad_(shown.requires_grad)
@@ -161,7 +167,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def forward(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The forward of a summoned instance: runs on the full parameters, with the user's changes, and
+    """Run the forward of a summoned instance on the full parameters, with the user's changes and
     without the engine.
     """
     mixed = member.mixed_precision
@@ -178,7 +184,7 @@ def forward(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @contextmanager
 def _lowered(unit: Any, dtype: torch.dtype | None) -> Iterator[None]:
-    """Cast the full parameters to the compute dtype for a forward."""
+    """Inside the context, cast the unit's full parameters to the compute dtype ``dtype``."""
     if unit is None or dtype is None:
         yield
         return
@@ -209,8 +215,9 @@ def install(
     grads: list[torch.Tensor | None] | None = None,
     own: list[OwnObject] | None = None,
 ) -> None:
-    """Register ``full`` (and ``grads``) at the unit's sites in place of the sharded parameters.
-    Local. ``own``: the user's Parameters show ``full``; None: new Parameters do.
+    """Register ``full`` (and ``grads``) at the unit's sites in place of the sharded parameters. If
+    ``own`` is given, the user's Parameter objects get the values ``full``; otherwise new Parameters
+    are registered. Local.
     """
     unit = member._unit
     hide_flat_params(member)
@@ -234,13 +241,13 @@ def uninstall(member: Any) -> None:
 
 
 def expose(member: Any, values: Tensors) -> None:
-    """``install`` values for modules to save or load, until ``conceal``. Local."""
+    """Register ``values`` for modules to save or load, until ``conceal`` is called. Local."""
     install(member, values)
     member._exposed = True
 
 
 def conceal(member: Any) -> bool:
-    """Undo ``expose``; False if there is nothing to undo. Local."""
+    """Undo ``expose``; return False if there is nothing to undo. Local."""
     exposed, member._exposed = member._exposed, False
     if exposed:
         uninstall(member)
@@ -248,7 +255,7 @@ def conceal(member: Any) -> bool:
 
 
 def site_params(unit: Any) -> list[Any]:
-    """The values registered at each parameter's first site. Local."""
+    """Return the values registered at each parameter's first site. Local."""
     return [info.sites[0][0]._parameters[info.sites[0][1]] for info in unit.infos]
 
 
@@ -272,9 +279,9 @@ def write_back(unit: Any) -> None:
 
 
 def flat_owner(member: Any) -> nn.Module:
-    """The module on which a unit's flat parameters are registered: the wrapped module, inside an
-    activation wrapper if there is one. Fixed at the first call, so that wrappers inserted later
-    (checkpointing, torch.compile) change nothing.
+    """Return the module on which a unit's flat parameters are registered: the wrapped module or, if
+    that is an activation wrapper, the module inside the activation wrapper. The module is fixed at
+    the first call, so that wrappers inserted later (checkpointing, torch.compile) change nothing.
     """
     owner: nn.Module | None = member.__dict__.get("_flat_owner")
     if owner is None:
@@ -292,7 +299,7 @@ def show_flat_params(member: Any) -> None:
 
 
 def hide_flat_params(member: Any) -> None:
-    """Unregister the flat parameters while the original ones are registered. Local."""
+    """Unregister the flat parameters, because original parameters are registered now. Local."""
     owner = flat_owner(member)
     for index in range(len(member._unit.flat_params)):
         owner._parameters.pop(flat_param_name(index), None)

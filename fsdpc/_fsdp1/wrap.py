@@ -1,10 +1,10 @@
-"""The two engines that apply a wrap policy to a module tree.
+"""The two algorithms that apply a wrap policy to a module tree.
 
-Policy objects select their targets in one pass; then the tree is rewritten from the leaves up.
-Callables are asked twice per module: on the way down whether to recurse, on the way up whether to
-wrap the rest. Neither engine wraps the root: the calling constructor does. A module registered
-twice becomes one unit registered twice. A compiled module is wrapped as a whole if its original
-module is a target.
+Policy objects select the modules to wrap in one pass; the tree is then rewritten from the leaves
+up. Callable policies are called twice per module: on the way down to decide whether to recurse, and
+on the way up to decide whether to wrap the parameters that are not in a unit yet. Neither algorithm
+wraps the root, because the calling constructor does. A module registered twice becomes one unit
+registered twice. A compiled module is wrapped as a whole if the policy selects its original module.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def apply_policy(
     wrapper: Wrap,
 ) -> None:
     """Replace the descendants of ``root`` that ``policy`` selects, and the instances of
-    ``full_precision``, by ``wrapper(child, **kwargs)``. Local, if ``wrapper`` is.
+    ``full_precision``, by ``wrapper(child, **kwargs)``. Local if ``wrapper`` is local.
     """
     if isinstance(policy, _Policy):
         targets = policy._run_policy(root, ignored.modules, dict(kwargs))
@@ -69,8 +69,8 @@ def _check_unwrapped(root: nn.Module) -> None:
 def _full_precision_classes(
     root: nn.Module, mixed_precision: MixedPrecision | None
 ) -> tuple[type[nn.Module], ...]:
-    """Classes to keep in fp32. Registers casting hooks on their instances in ``root``; one warning
-    names the classes.
+    """Return the classes to keep in fp32. Register casting hooks on the instances of these classes
+    in ``root``, and warn once, with the names of the classes found.
     """
     if mixed_precision is None:
         return ()
@@ -105,16 +105,18 @@ def _add_full_precision(
 def _compiled_as_a_whole(
     root: nn.Module, targets: dict[nn.Module, dict[str, Any]]
 ) -> dict[nn.Module, dict[str, Any]]:
-    """The targets, with compiled modules instead of their original modules."""
+    """Return the targets, with each compiled module in place of its original module."""
     result = dict(targets)
-    for module in root.modules():  # the outermost of several wrappers comes first
+    for module in root.modules():  # outer compiled modules come before inner ones
         if inside(module) is not module and inside(module) in result:
             result[module] = result.pop(inside(module))
     return result
 
 
 class _TreeRewriter:
-    """Replaces every target below the root by its unit, children first, each module once."""
+    """The rewriter of a module tree. It replaces every target below the root by the target's unit,
+    children first and each module once.
+    """
 
     def __init__(self, root: nn.Module, targets: dict[nn.Module, dict[str, Any]], wrapper: Wrap):
         self.root = root
@@ -134,7 +136,7 @@ class _TreeRewriter:
 
     def _visit(self, module: nn.Module, name: str) -> nn.Module:
         if module not in self.done:
-            self.done[module] = module  # a cycle back to here leaves the module as it is
+            self.done[module] = module  # in a cycle of modules, this module stays as it is
             self._children(module, name)
             kwargs = self.targets.get(module)
             if kwargs is not None:
@@ -144,7 +146,9 @@ class _TreeRewriter:
 
 
 class _Recursion:
-    """Asks a callable policy on the way down and up; counts the elements not yet in a unit."""
+    """The recursion for a callable policy. It calls the policy on the way down and on the way up,
+    with the number of elements that are not in a unit yet.
+    """
 
     def __init__(
         self,
@@ -166,7 +170,9 @@ class _Recursion:
         self._children(root, "", self._ask(root, recurse=True))
 
     def _left_over(self, module: nn.Module) -> int:
-        """Elements of the module's parameters that are neither ignored nor in a unit yet."""
+        """Return the number of elements of the module's parameters that are neither ignored nor in
+        a unit yet.
+        """
         found = set(own_params(module, self.ignored))
         return sum(p.numel() for p in found if not getattr(p, "_fsdp_flattened", False))
 
@@ -175,7 +181,8 @@ class _Recursion:
         return bool(self.policy(module=module, recurse=recurse, nonwrapped_numel=numel))
 
     def _children(self, parent: nn.Module, prefix: str, allowed: bool) -> None:
-        """Replace children by units, also a child registered for the second time.
+        """Replace children by their units. A child that is registered at several places is replaced
+        at each of them.
 
         If the policy refused to recurse (``allowed`` is False), only full-precision classes are
         wrapped.
@@ -192,7 +199,7 @@ class _Recursion:
     def _visit(self, module: nn.Module, name: str, allowed: bool) -> nn.Module:
         if module not in self.done:
             plain = inside(module)
-            self.done[module] = module  # a cycle back to here leaves the module as it is
+            self.done[module] = module  # in a cycle of modules, this module stays as it is
             look_inside = allowed and self._ask(plain, recurse=True)
             self._children(plain, name, look_inside)
             if self._wanted(plain, look_inside):

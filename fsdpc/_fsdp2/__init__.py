@@ -1,1 +1,1 @@
-"""fully_shard: torch's FSDP2 interface over the engine."""
+"""The implementation of ``fully_shard``, torch's FSDP2 interface, over the engine."""

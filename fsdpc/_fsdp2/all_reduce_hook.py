@@ -1,4 +1,6 @@
-"""``set_all_reduce_hook``: the sum of a unit's gradients as one tensor, passed to a user's hook."""
+"""The implementation of ``set_all_reduce_hook``, which passes the sum of a unit's gradients to a
+user's hook as one tensor.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ def sum_and_call(
     grads: Sequence[Tensor],
     segments: Sequence[dict[str, Any]],
 ) -> list[Tensor]:
-    """This rank's pieces of the sums over ranks, divided and changed by the hook: one call for each
-    dtype in which gradients are accumulated. Collective over the unit's groups.
+    """Sum the gradients over all ranks, divide the sums, call the hook with them, and return this
+    rank's shards of the results. The hook is called once for each dtype in which gradients are
+    accumulated. Collective over the unit's groups.
     """
     pieces: dict[int, Tensor] = {}
     dtypes = [getattr(torch, segment["accumulate"]) for segment in segments]
@@ -33,7 +36,9 @@ def sum_and_call(
 
 
 def _mean(unit: Any, rows: Tensor) -> Tensor:
-    """The sum of this rank's row over shards and replicas, divided."""
+    """Return this rank's row of the sum of ``rows`` over all ranks of the shard group and the
+    replicate group, divided by the unit's divisor.
+    """
     shard, replicate = unit.groups.shard, unit.groups.replicate
     if shard.world > 1:
         shard.reduce_scatter(rows, what=f"all-reduce hook of {unit.name}")

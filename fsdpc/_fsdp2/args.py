@@ -1,4 +1,6 @@
-"""Arguments of ``fully_shard``: checks with torch's exceptions, meshes and devices."""
+"""The arguments of ``fully_shard``: checks, which raise torch's exceptions, and the meshes and
+devices that the arguments stand for.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,14 @@ from fsdpc.api import ShardingStrategy
 
 @dataclass(frozen=True)
 class DataMesh:
-    """The ranks that share a unit. ``mesh``: the data-parallel mesh of its DTensors; the last
-    dimension shards, a first of two replicates. ``groups``: the communicators of these dimensions.
+    """The ranks over which a unit is sharded and replicated. ``mesh``: the data-parallel mesh of
+    the unit's DTensors; the last dimension shards and, if there are two dimensions, the first one
+    replicates. ``groups``: the communicators of these dimensions.
 
-    With ``dp_mesh_dims``: ``spmd`` is the mesh on which all parameters are DTensors, ``shard_dims``
-    and ``replicate_dims`` are its dimensions; several that shard are one dimension of ``mesh``.
+    With ``dp_mesh_dims``: ``spmd`` is the mesh on which all parameters are DTensors, and
+    ``shard_dims`` and ``replicate_dims`` are the indices of the dimensions of ``spmd`` that shard
+    and that replicate. ``mesh`` has one dimension for all sharding dimensions of ``spmd``, and one
+    for all replicating dimensions.
     """
 
     mesh: DeviceMesh
@@ -39,7 +44,9 @@ class DataMesh:
     replicate_dims: tuple[int, ...] = ()
 
     def placements(self, dim: int) -> tuple[Any, ...]:
-        """Placements of a parameter that is plain before sharding and cut along ``dim``."""
+        """Return the placements of a parameter that is a plain tensor before sharding and is cut
+        along ``dim``.
+        """
         return (Replicate(), Shard(dim)) if self.replicates else (Shard(dim),)
 
     @property
@@ -48,8 +55,9 @@ class DataMesh:
 
 
 def check_module(module: nn.Module, alone: bool) -> None:
-    """``TypeError``: not a module. ``ValueError``: a container without a forward of its own, unless
-    the call got a list of modules (not ``alone``).
+    """Raise ``TypeError`` if ``module`` is not a module, and ``ValueError`` if it is a container
+    without a forward of its own. ``alone``: False if the call got a list of modules; the modules of
+    a list may be such containers.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard expects an nn.Module but got {type(module).__name__}")
@@ -60,15 +68,16 @@ def check_module(module: nn.Module, alone: bool) -> None:
         )
 
 
-# For the group of all ranks and a type of device: a function that returns the mesh, or None.
+# For the group of all ranks, a dict from each device type to a function. The function returns the
+# default mesh for this device type, or None if the mesh was freed.
 _meshes: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[str, Callable[[], DeviceMesh | None]]
 ] = weakref.WeakKeyDictionary()
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1-D mesh of all ranks, on the accelerator if there is one. All units get the same mesh, as
-    long as one of them lives. Collective.
+    """Return a 1-D mesh of all ranks, on the accelerator if there is one. As long as a unit uses
+    this mesh, later calls return the same mesh. Collective.
     """
     if not dist.is_initialized():
         dist.init_process_group()
@@ -79,16 +88,19 @@ def default_mesh() -> DeviceMesh:
     mesh = meshes[kind]() if kind in meshes else None
     if mesh is None:
         mesh = init_device_mesh(kind, (dist.get_world_size(),))
-        # A mesh keeps its group alive. With gloo beside GPUs the mesh has a new group, made by all
-        # ranks together: this must not depend on when a rank has freed its last model.
+        # A mesh keeps its group alive. If gloo is the default backend beside GPUs, the mesh has a
+        # new group, which all ranks must make together. Such a mesh is never freed. If it were, a
+        # rank that has freed its last model would make a new mesh, while a rank whose model still
+        # exists would use the old mesh.
         of_everyone = mesh.get_group() is everyone
         meshes[kind] = weakref.ref(mesh) if of_everyone else lambda mesh=mesh: mesh
     return mesh
 
 
 def check_policies(mp_policy: Any, offload_policy: Any) -> None:
-    """``TypeError``: a policy of another class; FSDP1's classes have other fields, which would
-    count for nothing. As in torch, ``offload_policy`` may be None.
+    """Raise ``TypeError`` if a policy is not an instance of torch's class for FSDP2. The classes
+    for FSDP1 have other fields, which would have no effect. As in torch, ``offload_policy`` may be
+    None.
     """
     for name, value, kind in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
@@ -103,7 +115,9 @@ def check_policies(mp_policy: Any, offload_policy: Any) -> None:
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """``ValueError``: the mesh is not 1-D or 2-D. ``AssertionError``: it is 2-D without names."""
+    """Raise ``ValueError`` if the mesh is not 1-D or 2-D, and ``AssertionError`` if it is 2-D
+    without names.
+    """
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
@@ -111,8 +125,9 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def named_dims(mesh: DeviceMesh, dims: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the dimensions that replicate and of those that shard; the mesh may have other
-    dimensions. torch's ``ValueError``s if the mesh lacks a name, or if no dimension shards.
+    """Return the names of the dimensions that replicate and of the dimensions that shard. The mesh
+    may have other dimensions. Raises torch's ``ValueError`` if the mesh lacks a name, or if no
+    dimension shards.
     """
     if dims.shard is None and dims.replicate is None:
         raise ValueError("At least one of shard or replicate must be set in dp_mesh_dims")
@@ -135,13 +150,16 @@ def named_dims(mesh: DeviceMesh, dims: Any) -> tuple[tuple[str, ...], tuple[str,
 
 
 def _as_one(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The named dimensions as one dimension. Collective if they are several."""
+    """Return a 1-D mesh that joins the dimensions ``names`` of ``mesh``. Collective if there are
+    several names.
+    """
     return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))
 
 
 def data_mesh_of(mesh: DeviceMesh, dims: Any = None) -> DataMesh:
-    """The ``DataMesh`` of a mesh: 1-D shards, 2-D replicates over its first dimension and shards
-    over its second; or of the dimensions that ``dims`` (``dp_mesh_dims``) names. Collective.
+    """Return the ``DataMesh`` of a mesh. A 1-D mesh shards; a 2-D mesh replicates over its first
+    dimension and shards over its second. With ``dims`` (``dp_mesh_dims``), only the named
+    dimensions count. Collective.
     """
     if dims is None:
         return _data_mesh(mesh)
@@ -173,9 +191,9 @@ def _data_mesh(mesh: DeviceMesh) -> DataMesh:
 
 
 def reshards(value: Any, world: int) -> bool:
-    """Whether a unit is released after forward. An int names the number of ranks that keep one copy
-    among them: 1 is False, every other divisor of ``world`` is True here (see ``keeps``). torch's
-    ``ValueError`` for other values.
+    """Return whether a unit is released after forward. An int is the number of ranks that together
+    keep one copy of the unit: the result is False for 1 and True for every other divisor of
+    ``world`` (see ``keeps``). Raises torch's ``ValueError`` for other values.
     """
     if value is None or isinstance(value, bool):
         return value is not False
@@ -199,9 +217,10 @@ def reshards(value: Any, world: int) -> bool:
 
 
 def keeps(value: Any, comm: Any) -> bool:
-    """Whether the ranks of each host keep one copy of a unit that is released after forward, in the
-    memory that they share, so that backward gets it from there: True if ``value`` is an int and the
-    number of ranks per host. Any other int saves no traffic between hosts, and nothing is kept.
+    """Return whether the ranks of each host keep one copy of a unit that is released after forward.
+    The copy is in memory that these ranks share, and backward reads the copy. The result is True if
+    ``value`` is an int greater than 1 and equal to the number of ranks per host. Any other int
+    would save no traffic between hosts, so nothing is kept.
     """
     return type(value) is int and value > 1 and value == comm.ranks_per_host
 
@@ -209,8 +228,8 @@ def keeps(value: Any, comm: Any) -> bool:
 def placed(
     choose: Any, infos: list[Any], default: DataMesh
 ) -> list[tuple[DataMesh, list[Any], list[int]]]:
-    """By mesh, ``default`` first: the parameters that ``shard_placement_fn`` puts there, and the
-    dimensions along which it cuts them. Collective over the meshes.
+    """Return for each mesh, ``default`` first, the parameters that ``shard_placement_fn`` puts on
+    the mesh, and the dimensions along which these parameters are cut. Collective over the meshes.
     """
     found: dict[DeviceMesh, tuple[DataMesh, list[Any], list[int]]] = {}
     found[default.mesh] = default, [], []
@@ -247,9 +266,9 @@ def _own_mesh(mesh_info: Any, default: DataMesh, name: str) -> DeviceMesh:
 
 
 def _dim(chosen: Any, info: Any, world: int) -> int:
-    """The dimension that a placement names (None: 0), not negative. ``NotImplementedError``, as in
-    torch: it is not 0, and ``world`` does not divide its size. torch's exceptions for other
-    values.
+    """Return the dimension that a placement names (0 for None) as a non-negative number. Raises
+    ``NotImplementedError``, as torch does, if the dimension is not 0 and its size is not a multiple
+    of ``world``. Raises torch's exceptions for values that are not valid placements.
     """
     if chosen is None:
         return 0

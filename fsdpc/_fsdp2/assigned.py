@@ -1,5 +1,7 @@
-"""``param.data = value`` and ``param.grad.data = value`` with DTensors on both sides. torch changes
-its wrapper and keeps the old local tensor, so nothing happens; here the value's takes its place.
+"""Support for ``param.data = value`` and ``param.grad.data = value`` with DTensors on both sides.
+
+torch changes only the DTensor's wrapper and keeps the old local tensor, so the assignment has no
+effect. Here the local tensor of ``value`` replaces the old local tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ _OURS = "_fsdpc_assignable"
 
 
 def mark(grad: Any) -> Any:
-    """Mark ``grad``, a gradient of a sharded parameter: its ``data`` may be assigned. Local."""
+    """Mark ``grad``, a gradient of a sharded parameter, as a tensor whose ``data`` may be assigned.
+    Local.
+    """
     grad.__dict__[_OURS] = True
     return grad
 

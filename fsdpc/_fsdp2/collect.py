@@ -1,4 +1,4 @@
-"""Which modules and parameters one call of ``fully_shard`` manages.
+"""Selection of the modules and parameters that one call of ``fully_shard`` manages.
 
 A call manages every parameter below its modules that no earlier call manages and that is not
 ignored. A parameter with several registration sites (tied weights) appears once.
@@ -21,25 +21,25 @@ from fsdpc._fsdp2.extension import extends
 
 
 def state_of(module: nn.Module) -> Any:
-    """The state of the call of ``fully_shard`` that has ``module`` as an argument, or None."""
+    """Return the state of the call of ``fully_shard`` that got ``module``, or None."""
     return module.__dict__.get("_fsdpc_state")
 
 
 def _is_apart(module: nn.Module) -> bool:
-    """Whether an earlier call, or torch's ``replicate``, manages the module."""
+    """Return whether an earlier call, or torch's ``replicate``, manages the module."""
     return state_of(module) is not None or has_replicate(module)
 
 
 def roots_of(modules: list[nn.Module]) -> list[nn.Module]:
-    """The modules of a list without those below another module of the list."""
+    """Return the modules of a list that are not below another module of the list."""
     below = {child for module in modules for child in module.modules() if child is not module}
     return [module for module in dict.fromkeys(modules) if module not in below]
 
 
 def managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """``(name, module)`` in registration order, each module once, without those that an earlier
-    call or ``replicate`` manages. Names are relative to their root, with the root's number in front
-    if there are several roots.
+    """Return ``(name, module)`` in registration order, each module once, without the modules that
+    an earlier call or ``replicate`` manages. Names are relative to the root. If there are several
+    roots, a name begins with the root's number.
     """
     found: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
@@ -55,10 +55,12 @@ def managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
 def collect_infos(
     managed: list[tuple[str, nn.Module]], ignored: set[int], what: str, data_mesh: DataMesh | None
 ) -> list[ParamInfo]:
-    """The call's parameters with all their sites. ``data_mesh``: None without process groups.
+    """Return the call's parameters with all their registration sites. ``data_mesh``: None if there
+    are no process groups.
 
-    torch's exceptions: ``ValueError`` for a 0-dim parameter, ``NotImplementedError`` for one that
-    is not contiguous. ``ValueError``: a parameter that another call or an FSDP1 unit shards.
+    Raises torch's exceptions: ``ValueError`` for a 0-dim parameter, and ``NotImplementedError`` for
+    a parameter that is not contiguous. Raises ``ValueError`` for a parameter that another call or
+    an FSDP1 unit shards.
     """
 
     def check(param: nn.Parameter, name: str) -> None:
@@ -117,7 +119,7 @@ def _check(param: nn.Parameter, name: str, what: str) -> None:
 
 
 def _check_mesh(param: nn.Parameter, name: str, data_mesh: DataMesh) -> None:
-    """torch's exceptions for a DTensor's mesh and placements."""
+    """Raise torch's exceptions for an unsupported mesh or placement of a DTensor."""
     if data_mesh.spmd is None:
         if isinstance(param, DTensor) and param.device_mesh.ndim > 2:
             raise NotImplementedError(
@@ -144,7 +146,9 @@ def _check_mesh(param: nn.Parameter, name: str, data_mesh: DataMesh) -> None:
 
 
 def move_to(device: torch.device, managed: list[tuple[str, nn.Module]], skip: set[int]) -> None:
-    """Move parameters and buffers of the managed modules to ``device``, meta tensors excepted."""
+    """Move parameters and buffers of the managed modules to ``device``, except meta tensors and the
+    tensors whose ids are in ``skip``.
+    """
     for _, module in managed:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is None or id(tensor) in skip or tensor.is_meta or tensor.device == device:

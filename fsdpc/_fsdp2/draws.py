@@ -1,6 +1,8 @@
-"""Random values of DTensors on processors. torch draws them on each rank from the rank's generator,
-so that ranks with the usual equal seeds give all shards of a parameter the same values. For
-accelerators torch has a tracker that prevents this; ``Draws`` is one for meshes of type "cpu".
+"""Random values of DTensors on CPUs.
+
+torch draws the values on each rank from the rank's own generator. If all ranks have the same seed,
+as usual, all shards of a parameter get the same values. For accelerators torch has a tracker that
+prevents this; ``Draws`` is such a tracker for meshes of type "cpu".
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from fsdpc._torch import RNG_TRACKER, dtensor_random
 
 
 class Draws:
-    """Stands where torch's DTensor dispatch reads a tracker: each random operation on a DTensor
-    runs inside of ``_distribute_region``.
+    """A tracker of random numbers, put where torch's DTensor dispatch looks for one. Each random
+    operation on a DTensor runs inside ``_distribute_region``.
     """
 
     distribute_region_enabled = True
@@ -25,9 +27,9 @@ class Draws:
     def _distribute_region(
         self, spec: Any, generator: torch.Generator | None = None
     ) -> Iterator[None]:
-        """Seed the operation from one number of the generator and this rank's index among the
-        shards of ``spec``: replicas draw equal values, shards different ones. The generator
-        advances equally on all ranks. Local.
+        """Seed the operation from two numbers: a number that the generator draws, and this rank's
+        index among the shards of ``spec``. Replicas then get equal values, and different shards get
+        different values. The generator advances equally on all ranks. Local.
         """
         default = torch.default_generator
         source = default if generator is None else generator
@@ -41,7 +43,7 @@ class Draws:
 
 
 def _shard_index(spec: Any) -> int:
-    """This rank's number among the shards of a DTensor."""
+    """Return this rank's index among the shards of a DTensor."""
     index = 0
     for dim, placement in enumerate(spec.placements):
         if not placement.is_replicate():
@@ -50,7 +52,9 @@ def _shard_index(spec: Any) -> int:
 
 
 def install() -> None:
-    """Use ``Draws`` in this process unless there is a tracker or an accelerator. Local."""
+    """Use ``Draws`` in this process unless torch has a tracker already or there is an accelerator.
+    Local.
+    """
     if torch.accelerator.current_accelerator(check_available=True) is None and not _tracker():
         setattr(dtensor_random, RNG_TRACKER, Draws())
 

@@ -1,9 +1,11 @@
-"""A unit that is gathered in Python: some parameters bring their own gather (``extension.py``).
+"""A unit that is gathered in Python, because some parameters have gather functions of their own
+(``extension.py``).
 
-The engine holds, releases and sums the unit as any other. What the parameters send goes end to end
-into one buffer of bytes, one collective gathers the buffers, and the gathered tensors are made of
-them. Other parameters of the unit travel along, in the compute dtype. As with torch, the gathers of
-such units match by order: all ranks make the same ones.
+The engine keeps and releases the unit and sums its gradients as for any other unit. The tensors
+that the parameters send are concatenated into one buffer of bytes, one collective gathers the
+buffers of all ranks, and the gathered tensors are made from these buffers. The other parameters of
+the unit are sent in the same buffer, in the compute dtype. As with torch, the gathers of such units
+are matched by their order, so all ranks must make the same gathers in the same order.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ from fsdpc._fsdp2.unit import RowUnit
 from fsdpc._spans.rows import rows_shape
 from fsdpc._torch import without_transforms
 
-_ALIGN = 16  # bytes: alignment of each tensor among what a rank sends
+_ALIGN = 16  # alignment in bytes of each tensor in the buffer that a rank sends
 
 
 class ExtendedUnit(RowUnit):
-    """As ``RowUnit``. ``policy``: what ``fsdp_pre_all_gather`` gets. ``NotImplementedError``: a
-    parameter with a gather of its own that is cut along another dimension than the first.
+    """A ``RowUnit`` that is gathered in Python. ``policy``: the policy that ``fsdp_pre_all_gather``
+    gets. ``NotImplementedError``: a parameter with a gather of its own is cut along another
+    dimension than the first.
     """
 
     foreign = True
@@ -71,7 +74,7 @@ class ExtendedUnit(RowUnit):
 
         def on_values(gathered: bool) -> None:
             unit = this()
-            assert unit is not None  # the unit makes this call
+            assert unit is not None  # only the unit itself makes this call
             with without_transforms(), torch.inference_mode(False), torch.no_grad():
                 unit.on_values(gathered)
 
@@ -79,7 +82,9 @@ class ExtendedUnit(RowUnit):
         release = self.post_forward_hook
 
         def post_forward(*inputs_and_output: Any) -> Any:
-            """Replace outputs that lie in the gathered memory, which is given back, by copies."""
+            """Replace outputs that lie in the gathered memory by copies, because this memory is
+            freed.
+            """
             *inputs, output = inputs_and_output
             unit = this()
             assert unit is not None
@@ -101,7 +106,9 @@ class ExtendedUnit(RowUnit):
     # --- parameters ------------------------------------------------------------------------------
 
     def scatter_full(self, full: Sequence[Tensor]) -> None:
-        """As ``RowUnit.scatter_full``, without parameters that have memory of their own. Local."""
+        """Write full values as ``RowUnit.scatter_full`` does, except for parameters with a gather
+        of their own, whose shards are not in the engine's memory. Local.
+        """
         for i, tensor in enumerate(full):
             if not tensor.is_meta and not self.extended[i]:
                 self.flat.write(i, self._own(tensor, i))
@@ -118,12 +125,16 @@ class ExtendedUnit(RowUnit):
     def _shard_originals(self) -> None:
         super()._shard_originals()
         for param, view, extended in zip(self.shard_params, self.views, self.extended, strict=True):
-            if extended:  # a Parameter detaches the view, which not every class supports
+            if extended:
+                # nn.Parameter has detached the view, which not every tensor class supports. So put
+                # the view itself into the parameter.
                 self.show_shard(param, view)
 
     @torch.no_grad()
     def _cut(self, param: Tensor) -> Tensor:
-        """This rank's rows, by the operations that torch's documents ask of such a tensor."""
+        """Return this rank's rows, made only by the operations that torch's documentation requires
+        of such a tensor.
+        """
         shard = self.groups.shard
         chunks = torch.chunk(param, shard.world)
         rows = rows_shape(param.shape, shard.world, shard.rank)[0]
@@ -143,12 +154,12 @@ class ExtendedUnit(RowUnit):
         return param
 
     def follow_memory(self) -> None:
-        """A no-op: this class makes the gathered tensors itself. Local."""
+        """Do nothing, because this class makes the gathered tensors itself. Local."""
 
     def adopt_own(self, index: int) -> bool:
-        """Take note of the local tensor that a parameter with a gather of its own has now; False
-        for other parameters. Local. ``TypeError``: the tensor has no gather of its own.
-        ``RuntimeError``: it has another shape than before.
+        """Record the current local tensor of a parameter with a gather of its own and return True;
+        return False for other parameters. Local. ``TypeError``: the local tensor has no gather of
+        its own any more. ``RuntimeError``: the shape has changed.
         """
         if not self.extended[index]:
             return False
@@ -179,8 +190,8 @@ class ExtendedUnit(RowUnit):
     # --- a gather --------------------------------------------------------------------------------
 
     def on_values(self, gathered: bool) -> None:
-        """``gather_values``, or ``drop_values`` if not ``gathered``; also drops the values if a
-        tensor cannot be made.
+        """Call ``gather_values`` if ``gathered``, else ``drop_values``. If a tensor cannot be made,
+        the values are dropped too.
         """
         try:
             if gathered:
@@ -192,8 +203,8 @@ class ExtendedUnit(RowUnit):
         self.drop_values()
 
     def gather_values(self) -> None:
-        """Make the gathered tensors. Collective over the shard group. Errors of one rank's tensors
-        are raised on that rank, ``MismatchError`` on the other ranks.
+        """Make the gathered tensors. Collective over the shard group. An error of one rank's
+        tensors is raised on that rank; the other ranks raise ``MismatchError``.
         """
         shard, what = self.groups.shard, f"gather of unit {self.name!r}"
         self.tree.core.before_hook(self.tree.units.index(self), what)
@@ -214,7 +225,7 @@ class ExtendedUnit(RowUnit):
                 self._show(i, made)
 
     def _rows_of(self, i: int) -> Any:
-        """This rank's part of parameter ``i``, rows first."""
+        """Return this rank's part of parameter ``i``, with the sharded dimension first."""
         local = self.local(self.infos[i].param)
         return local if self.extended[i] else local.movedim(self.dims[i], 0)
 
@@ -226,13 +237,13 @@ class ExtendedUnit(RowUnit):
                 tensors = gathered.send(self._rows_of(i))
                 gathered.check(tensors)
                 sent.append(tensors)
-        except Exception as error:  # other ranks must hear of it before they wait
+        except Exception as error:  # other ranks must learn of the error before they wait
             error.add_note(f"(gather of unit {self.name!r} on rank {this_rank(self.groups.shard)})")
             return sent, error
         return sent, None
 
     def _check_versions(self) -> None:
-        """``StateError`` if parameters were written to between a forward and its backward."""
+        """Raise ``StateError`` if parameters were written to between a forward and its backward."""
         now = [param._version + self.local(param)._version for param in self.shard_params]
         if self.tree.training_state != "backward":
             self._forward_versions = now
@@ -245,7 +256,9 @@ class ExtendedUnit(RowUnit):
             )
 
     def _agree(self, sent: list[list[Tensor]], error: Exception | None) -> None:
-        """Compare what the ranks send, so that none waits for another one in vain."""
+        """Check that all ranks send tensors of the same shapes and dtypes, so that no rank waits
+        for data that another rank does not send.
+        """
         lines = [
             f"parameter {info.name} sends "
             + ", ".join(f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in tensors)
@@ -264,7 +277,7 @@ class ExtendedUnit(RowUnit):
     # --- the gathered tensors --------------------------------------------------------------------
 
     def _show(self, i: int, made: Tensor) -> None:
-        """Let the modules have ``made`` as the gathered parameter from now on."""
+        """Use ``made`` as the gathered parameter ``i`` in the modules from now on."""
         before: Any = self.full[i]
         stride = torch.empty(self.shapes[i], device="meta").stride()
         whole = torch.as_strided(made, self.shapes[i], stride, 0)
@@ -272,7 +285,7 @@ class ExtendedUnit(RowUnit):
             whole = whole.movedim(0, self.dims[i])
         spec = self.parallel[i]
         param: Any = nn.Parameter(whole if spec is None else around(whole, spec), False)
-        if param.is_floating_point():  # a frozen parameter gets the hook, too
+        if param.is_floating_point():  # so that a frozen parameter can get the hook, too
             param.requires_grad_(True)
             param.register_hook(partial(_as_plain, self.grad_of_parallel(i)))
             param.requires_grad_(before.requires_grad)
@@ -282,14 +295,14 @@ class ExtendedUnit(RowUnit):
         self.flat.replace_full(i, param)
 
     def drop_values(self) -> None:
-        """Give the memory of the gathered tensors back. Local."""
+        """Free the memory of the gathered tensors. Local."""
         for gathered in self.gathered:
             gathered.drop()
 
 
 def _as_plain(place: Any, grad: Any) -> Any:
-    """A gradient as a plain tensor of a dtype that the engine sums. ``place``: None, or a function
-    that brings a tensor-parallel gradient to its parameter's placements.
+    """Return a gradient as a plain tensor of a dtype that the engine can sum. ``place``: None, or a
+    function that brings a tensor-parallel gradient to the placements of its parameter.
     """
     if place is not None:
         return place(grad)
@@ -301,7 +314,9 @@ def _as_plain(place: Any, grad: Any) -> Any:
 
 
 def _places(sent: list[list[Tensor]]) -> tuple[list[list[int]], int]:
-    """Where each tensor begins among the bytes that a rank sends, and the number of these bytes."""
+    """Return where each tensor begins among the bytes that a rank sends, and the total number of
+    bytes.
+    """
     places: list[list[int]] = []
     end = 0
     for tensors in sent:

@@ -1,9 +1,11 @@
-"""torch's extension interface of a tensor: its own code before and after the gather of a parameter.
+"""torch's extension interface of tensors, by which a tensor's own code runs before and after the
+gather of a parameter.
 
-``fsdp_pre_all_gather(mesh)``, or with ``outer_size, outer_stride, module, mp_policy`` behind the
-mesh, returns the tensors that this rank sends, and metadata. ``fsdp_post_all_gather(outputs,
-metadata, param_dtype, *, out=None)`` returns the gathered parameter and the tensors whose memory is
-given back between gathers; later calls get that parameter as ``out`` and write into it.
+``fsdp_pre_all_gather(mesh)`` returns the tensors that this rank sends, and metadata. The function
+may also have the signature ``fsdp_pre_all_gather(mesh, outer_size, outer_stride, module,
+mp_policy)``. ``fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)`` returns the
+gathered parameter and the tensors whose memory is freed between gathers. Later calls get the
+gathered parameter as ``out`` and write into it.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def extends(tensor: Any) -> bool:
-    """Whether a tensor, or the local tensor of a DTensor, has the interface. torch's
-    ``AssertionError``: the tensor has only one of the two functions.
+    """Return whether a tensor, or the local tensor of a DTensor, has the interface. Raises torch's
+    ``AssertionError`` if the tensor has only one of the two functions.
     """
     tensor = getattr(tensor, "_local_tensor", tensor)
     pre, post = hasattr(tensor, _PRE), hasattr(tensor, _POST)
@@ -35,14 +37,16 @@ def extends(tensor: Any) -> bool:
 
 
 def is_opaque(tensor: Any) -> bool:
-    """Whether only the code of a tensor's class knows the tensor's memory. (A plain tensor on which
-    the functions were set has plain memory.)
+    """Return whether only the code of a tensor's class knows the layout of the tensor's memory. (A
+    plain tensor on which the two functions were set as attributes has ordinary memory.)
     """
     return hasattr(type(tensor), _PRE)
 
 
 class Extension(Gathered):
-    """A parameter with the interface. ``arguments``: mesh, size, strides, module, policy."""
+    """A parameter with the extension interface. ``arguments``: the mesh, size, strides, module and
+    policy that ``fsdp_pre_all_gather`` gets.
+    """
 
     def __init__(self, arguments: Sequence[Any], *options: Any) -> None:
         super().__init__(*options)
@@ -50,8 +54,9 @@ class Extension(Gathered):
         self._metadata: Any = None
 
     def send(self, local: Any) -> list[Tensor]:
-        """As ``Gathered.send``. torch's ``AssertionError``: ``fsdp_pre_all_gather`` has another
-        signature, or returns a size that an uneven shard must not have.
+        """Return what this rank sends, as ``Gathered.send`` does. torch's ``AssertionError``:
+        ``fsdp_pre_all_gather`` has another signature, or does not return tensors of the padded size
+        for an uneven shard.
         """
         if local.device != self.device:
             local = local.to(self.device, non_blocking=True)
@@ -76,10 +81,13 @@ class Extension(Gathered):
         return tensors
 
     def finish(self, local: Any, out: Any) -> Tensor | None:
-        """As ``Gathered.finish``. ``TypeError``: ``fsdp_post_all_gather`` returned no pair."""
+        """Make the gathered tensor, as ``Gathered.finish`` does. ``TypeError``:
+        ``fsdp_post_all_gather`` did not return a pair that begins with a tensor.
+        """
         metadata, self._metadata = self._metadata, None
         if self.made:
-            # The call writes the saved values anew: autograd must not count that as a change.
+            # The call writes the same values again. Autograd must not count these writes as changes
+            # of saved tensors.
             with preserved_versions(tuple(_parts(getattr(out, "_local_tensor", out)))):
                 local.fsdp_post_all_gather(self.shaped(), metadata, self.dtype, out=out)
             return None
@@ -94,6 +102,6 @@ class Extension(Gathered):
 
 
 def _parts(tensor: Any) -> list[Tensor]:
-    """A tensor and the tensors that it wraps."""
+    """Return a tensor and all tensors that it wraps."""
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     return [tensor, *(part for name in names for part in _parts(getattr(tensor, name)))]

@@ -1,5 +1,5 @@
-"""The gathered value of one parameter, made in Python, in memory that exists between a gather and
-its release.
+"""The gathered value of one parameter, made in Python. Its memory exists only from a gather to the
+next release.
 """
 
 from __future__ import annotations
@@ -14,33 +14,40 @@ from fsdpc._torch import preserved_versions
 
 
 class Gathered:
-    """What all ranks sent of one parameter, equally much each, and the tensor that is made of it.
+    """The tensors that all ranks sent for one parameter, with the same sizes on all ranks, and the
+    gathered tensor that is made from them.
 
-    This class is for a plain parameter, which travels in ``dtype``. ``padded``: the size of a shard
-    on the ranks that have most.
+    This class is for a plain parameter, which is sent in ``dtype``. ``padded``: the size of the
+    largest shard, to which all ranks pad.
     """
 
     def __init__(self, padded: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self.padded, self.dtype, self.device = padded, dtype, device
-        self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # of each tensor sent by a rank
-        self.outputs: list[Tensor] = []  # 1-D, all ranks' parts end to end
-        self.inner: tuple[Tensor, ...] = ()  # further tensors, with memory only while gathered
+        # The size and dtype of each tensor that a rank sends.
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
+        # For each of these tensors, a 1-D tensor with the data of all ranks end to end.
+        self.outputs: list[Tensor] = []
+        # The tensors, beside ``outputs``, whose memory is freed between gathers.
+        self.inner: tuple[Tensor, ...] = ()
         self.made = False
 
     def send(self, local: Tensor) -> list[Tensor]:
-        """What this rank sends of its rows."""
+        """Return the tensors that this rank sends for its rows."""
         padded = torch.zeros(self.padded, dtype=self.dtype, device=self.device)
         padded.narrow(0, 0, local.shape[0]).copy_(local)
         return [padded]
 
     def finish(self, local: Tensor, out: Any) -> Tensor | None:
-        """Make the gathered tensor, which may have more rows than the parameter. The first time
-        returns the tensor; later None, and ``out``, the parameter over it, has its values again.
+        """Make the gathered tensor, which may have more rows than the parameter. The first call
+        returns the tensor. Later calls return None; ``out``, the parameter over this tensor, then
+        has the gathered values again.
         """
         return None if self.made else self.outputs[0]
 
     def check(self, tensors: Iterable[Tensor]) -> None:
-        """``RuntimeError``: what is sent has other shapes or dtypes than at the first gather."""
+        """Raise ``RuntimeError`` if the tensors to send have other shapes or dtypes than at the
+        first gather.
+        """
         kinds = [(tensor.size(), tensor.dtype) for tensor in tensors]
         if self.made and kinds != self.kinds:
             raise RuntimeError(
@@ -50,8 +57,8 @@ class Gathered:
         self.kinds = kinds
 
     def fill(self, rows: Tensor, places: Sequence[int], local: Tensor, out: Any) -> Tensor | None:
-        """Take what all ranks sent and ``finish``. ``rows[r]`` are the bytes of rank ``r``, those
-        of the tensor ``k`` from ``places[k]`` on.
+        """Copy what all ranks sent into ``outputs`` and call ``finish``. ``rows[r]`` has the bytes
+        of rank ``r``; the bytes of tensor ``k`` begin at ``places[k]``.
         """
         world = rows.shape[0]
         if not self.made:
@@ -71,17 +78,19 @@ class Gathered:
         return value
 
     def shaped(self) -> tuple[Tensor, ...]:
-        """The outputs in the shapes in which ranks sent them, all ranks' rows end to end."""
+        """Return the outputs in the shapes in which the ranks sent them, with the rows of all ranks
+        end to end.
+        """
         pairs = zip(self.outputs, self.kinds, strict=True)
         return tuple(output.view(-1, *size[1:]) for output, (size, _) in pairs)
 
     def ranges(self) -> list[tuple[int, int]]:
-        """The first and the end address of each tensor's memory."""
+        """Return the start and the end address of each tensor's memory."""
         storages = [tensor.untyped_storage() for tensor in (*self.outputs, *self.inner)]
         return [(s.data_ptr(), s.data_ptr() + s.size()) for s in storages]
 
     def drop(self) -> None:
-        """Give the memory back; the tensors stay."""
+        """Free the memory of the tensors; the tensor objects stay."""
         for tensor in (*self.outputs, *self.inner):
             tensor.untyped_storage().resize_(0)
 

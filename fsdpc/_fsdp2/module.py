@@ -33,8 +33,9 @@ from fsdpc._torch import REGISTRY_KEY, STATE_KEY, GradientReductionHandle
 M = TypeVar("M", bound=nn.Module | list[Any])
 _CLASSES: dict[type, type] = {}
 _TORCH_KEY = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
-# While the list is not empty, ``fully_shard`` calls its last function (a planner's) instead of
-# sharding: with the modules, their parameters, reshard_after_forward and the precision.
+# While this list is not empty, ``fully_shard`` calls the last function in the list (a planner's)
+# instead of sharding. The arguments are the modules, their parameters, reshard_after_forward and
+# the mixed-precision policy.
 PLANNERS: list[Callable[[list[nn.Module], list[Any], Any, MixedPrecisionPolicy], None]] = []
 _FULL_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
 
@@ -47,13 +48,15 @@ class UnshardHandle(TorchUnshardHandle):
 
 
 class FSDPModule:
-    """What ``fully_shard`` adds to a module's class; the methods are those of
-    ``torch.distributed.fsdp.FSDPModule``, of which sharded modules are instances too. Setters,
-    ``parameters`` and ``zero_grad`` are local; every rank must call a setter.
+    """The class that ``fully_shard`` adds to the bases of a module's class. The methods are those
+    of ``torch.distributed.fsdp.FSDPModule``, of which sharded modules are instances too. Setters,
+    ``parameters`` and ``zero_grad`` are local; a setter must be called on every rank.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An instance of the original class: slices of a sharded ``nn.Sequential`` are plain."""
+        """Make an instance of the original class, so that slices of a sharded ``nn.Sequential`` are
+        not sharded modules.
+        """
         plain = cls.__mro__[2]
         made = plain.__new__(plain, *args, **kwargs)
         made.__init__(*args, **kwargs)
@@ -81,7 +84,9 @@ class FSDPModule:
         return state
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """``to``, ``to_empty``, ``half``...: applied to the shards, which then take the values."""
+        """Apply ``fn`` to the sharded parameters, for ``to``, ``to_empty``, ``half`` and the like.
+        The shards then get the new values.
+        """
         unit = self._get_fsdp_state()._unit
         if unit is not None:
             refuse_sharing(fn, unit.name)
@@ -93,8 +98,8 @@ class FSDPModule:
     # --- parameters ---
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """As ``nn.Module.parameters``. ``NotImplementedError``: called by a stage of a pipeline
-        that computes gradients of weights apart from those of inputs.
+        """Do what ``nn.Module.parameters`` does. ``NotImplementedError``: the caller is a pipeline
+        stage that computes gradients of weights separately from gradients of inputs.
         """
         caller = sys._getframe(1)
         pipeline = caller.f_globals.get("__name__") == "torch.distributed.pipelining.stage"
@@ -107,27 +112,32 @@ class FSDPModule:
         return super().parameters(recurse)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``, for sharded parameters, also while modules show full ones."""
+        """Clear the gradients of the sharded parameters as ``nn.Module.zero_grad`` does, even if a
+        forward has left full parameters in the modules.
+        """
         for state in states_below(self):  # type: ignore[arg-type]
             if state._unit is not None and not state._unit.flat.unsharded:
                 state.reshard_now()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def reshard(self) -> None:
-        """Show the sharded parameters, where a forward or ``unshard`` has left full ones. Local."""
+        """Put the sharded parameters back into the modules if a forward or ``unshard`` has left
+        full parameters there. Local.
+        """
         self._get_fsdp_state().reshard_now()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Show full parameters of this module's unit until ``reshard``, or until the next pass
-        begins. Collective outside of a pass.
+        """Put the full parameters of this module's unit into the modules until ``reshard`` is
+        called or the next pass begins. Collective outside of a pass.
         """
         self._get_fsdp_state().unshard()
         return UnshardHandle() if async_op else None
 
     def reset_iter_state(self) -> None:
-        """Root only (``RuntimeError``): clean up after an exception in forward or backward.
-        fsdpc does so when the next pass begins; this method ends the tree, whose references are
-        dropped. With torch >= 2.15 all gradients are dropped, too, as torch does there. Local.
+        """Clean up after an exception in forward or backward. Raises ``RuntimeError`` if this
+        module is not the root. fsdpc also cleans up by itself when the next pass begins; this
+        method detaches the units from their tree, too. With torch >= 2.15 all gradients are
+        dropped, as in torch. Local.
         """
         state = self._get_fsdp_state()
         if state._is_root is False:
@@ -143,31 +153,33 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """False: a backward leaves this unit's gradients on this rank, whole and in fp32; the next
-        backward with True reduces the sum. Until then ``.grad`` is zero, and clearing it discards
-        these gradients. Every rank must set the same value (``MismatchError``, over shared memory).
+        """Set whether a backward reduces this unit's gradients. With False, a backward leaves the
+        full gradients on this rank, in fp32, and the next backward with True reduces their sum.
+        Until then ``.grad`` is zero, and clearing ``.grad`` discards these gradients. Every rank
+        must set the same value (``MismatchError`` if the ranks share memory).
         """
         for state in self._states(recurse):
             state.set_sync(gradients=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """For HSDP. False: gradients stay on this rank until a backward with True, which sums over
-        shards and replicas at once.
+        """Set whether a backward sums this unit's gradients over replicas (HSDP). With False,
+        gradients stay on this rank until a backward with True, which sums over shards and replicas
+        at once.
         """
         for state in self._states(recurse):
             state.set_sync(replicas=requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted: each backward waits for its own reductions."""
+        """Accepted, without effect: each backward waits for its own reductions."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Accepted: each backward waits for its own reductions."""
+        """Accepted, without effect: each backward waits for its own reductions."""
 
     def finalize_backward(self, *, async_op: bool = False) -> Any:
-        """Sum the gradients that backwards without ``set_requires_gradient_sync`` have left; before
-        the first forward there are none. ``async_op``: returns torch's handle, whose ``wait`` has
-        nothing left to wait for; only with torch >= 2.15 (``NotImplementedError``). Collective over
-        the mesh.
+        """Sum the gradients that earlier backwards have left on this rank because of
+        ``set_requires_gradient_sync(False)``. Before the first forward this does nothing. With
+        ``async_op``, return torch's handle, whose ``wait`` returns at once; this needs torch >=
+        2.15 (``NotImplementedError``). Collective over the mesh.
         """
         if async_op and GradientReductionHandle is None:
             raise NotImplementedError(
@@ -178,7 +190,9 @@ class FSDPModule:
         return GradientReductionHandle() if async_op else None
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Override ``reshard_after_forward``, for a root too. Between steps."""
+        """Override ``reshard_after_forward``, also for a root. Call this method between steps.
+        ``ValueError``: the value is not a bool.
+        """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
@@ -191,10 +205,10 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Accepted: a backward always releases its units."""
+        """Accepted, without effect: a backward always releases its units."""
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Accepted: gathered parameters lie at fixed addresses in any case."""
+        """Accepted, without effect: gathered parameters have fixed addresses in any case."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` instead of the number of ranks."""
@@ -204,53 +218,64 @@ class FSDPModule:
                 one._unit.flat.divide = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of ``set_gradient_divide_factor``."""
+        """Do what ``set_gradient_divide_factor`` does, under the old name."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted: fsdpc always sums on the wire and divides once."""
+        """Accepted, without effect: fsdpc always sums, and divides the sum once."""
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Accepted: ranks may use different parameters in any case."""
+        """Accepted, without effect: ranks may use different parameters in any case."""
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None
     ) -> None:
-        """In each backward that sums this unit's gradients, call ``hook(gradients)``: the
-        contiguous 1-D sum of this rank's shard over shards and replicas, divided, in the dtype in
-        which it is accumulated, before it is added to ``.grad``. The hook changes it in place, and
-        may use collectives: the ranks call it for the same units in the same order; not for a unit
-        without gradients on all of them. Gradients of several dtypes make a call each. ``stream``:
-        a CUDA stream for the hook; ``ValueError`` with replicas. None removes the hook.
+        """Call ``hook(gradients)`` in each backward that sums this unit's gradients. ``gradients``
+        is this rank's shard of the sum over shards and replicas, after the division and before the
+        addition to ``.grad``. ``gradients`` is a contiguous 1-D tensor in the dtype in which
+        gradients are accumulated. The hook changes this tensor in place and may use collectives,
+        because all ranks call the hook for the same units in the same order. The hook is not called
+        for a unit of which no rank has gradients. If there are gradients of several dtypes, the
+        hook is called once for each dtype. ``stream``: a CUDA stream on which the hook runs; not
+        allowed if the mesh has replicas (``ValueError``). ``hook=None`` removes the hook.
 
-        Takes effect at the next forward; between steps. Every rank must make the call.
+        The change takes effect at the next forward. Call this method between steps and on every
+        rank.
         """
         self._get_fsdp_state().set_all_reduce_hook(hook, stream)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Let the gathers of the next forward wait for ``event`` (root only on torch)."""
+        """Let the gathers of the next forward wait for ``event``. torch allows this call only on
+        the root.
+        """
         if event is not None and self._get_fsdp_state().compute_device.type == "cuda":
             torch.cuda.current_stream().wait_event(event)
 
     # --- hints ---
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Accepted and ignored: units of ``fully_shard`` are not prefetched in forward."""
+        """Accepted, without effect. In forward, CPU ranks on several hosts begin the gathers of the
+        next two units in any case; other ranks begin no gather ahead of a unit's forward.
+        """
         _check_modules(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Accepted: the engine prefetches in the reverse order of the forward."""
+        """Accepted, without effect: the engine prefetches in the reverse order of the forward."""
         _check_modules(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Accepted: the unit is gathered in backward if a gradient reaches the outputs."""
+        """Accepted, without effect: the unit is gathered in backward if a gradient reaches the
+        outputs.
+        """
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Accepted: ``FSDPC_REDUCE_SLOTS`` bounds the reductions in flight."""
+        """Accepted, without effect: ``FSDPC_REDUCE_SLOTS`` limits the number of reductions in
+        flight.
+        """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers)}")
         if max_input_buffers < 1:
@@ -259,21 +284,27 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Accepted: gathers and reductions have communicators of their own on GPUs."""
+        """Accepted, without effect: on GPUs gathers and reductions have separate communicators in
+        any case.
+        """
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted: gathers and reductions use the engine's slots, without staging buffers."""
+        """Accepted, without effect: gathers and reductions use the engine's slots, without staging
+        buffers.
+        """
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Not supported: the engine gathers in place."""
+        """Not supported (``NotImplementedError``): the engine gathers in place."""
         raise NotImplementedError(_custom("set_custom_all_gather"))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Not supported: the engine reduces in its slots."""
+        """Not supported (``NotImplementedError``): the engine reduces in its slots."""
         raise NotImplementedError(_custom("set_custom_reduce_scatter"))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Not supported; slots are registered with NCCL where that is possible."""
+        """Not supported (``NotImplementedError``). Slots are registered with NCCL where that is
+        possible.
+        """
         raise NotImplementedError(_custom("set_symm_mem_for_comm"))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -310,25 +341,27 @@ def fully_shard(
     dp_mesh_dims: Any = None,
 ) -> M:
     """Shard the parameters of ``module``, or of a list of modules as one unit, in place, and return
-    it: ``torch.distributed.fsdp.fully_shard`` over fsdpc's engine, with its arguments and
-    exceptions.
+    ``module``. This is ``torch.distributed.fsdp.fully_shard`` over fsdpc's engine, with torch's
+    arguments and exceptions.
 
-    Parameters that an earlier call manages are left out, so call it on the inner modules first.
-    The others become ``DTensor``s: rank r of the mesh's sharding dimension has the rows
-    ``torch.chunk(param, world, 0)[r]``. ``mesh``: 1-D shards; 2-D, with names, replicates over its
-    first dimension and shards over its second. Collective over the mesh: every rank must make the
-    call with an equal module and equal options (``MismatchError`` names the difference).
+    Parameters that an earlier call manages are left out, so call ``fully_shard`` on the inner
+    modules first. The others become ``DTensor``s: rank r of the mesh's sharding dimension has the
+    rows ``torch.chunk(param, world, 0)[r]``. A 1-D ``mesh`` shards; a 2-D ``mesh``, which must have
+    dimension names, replicates over its first dimension and shards over its second. Collective over
+    the mesh: every rank must make the call with an equal module and equal options
+    (``MismatchError`` names the difference).
 
     Trainable parameters of several dtypes in one unit are allowed. A parameter that tensor
-    parallelism has made a DTensor is sharded once more; ``mesh`` and its own must be parts of one
-    mesh with names (``ValueError``). ``shard_placement_fn``: ``Shard(dim)`` or None for each
-    parameter; a dimension other than 0 must be a multiple of the ranks (``NotImplementedError``),
-    and the full parameter is then a view with that dimension first in memory. The function may also
-    return torch's ``ShardPlacementResult``: parameters of another mesh are then a unit of their
-    own, gathered with the call's modules. ``dp_mesh_dims``: the names of the data-parallel
-    dimensions of ``mesh``, on which every parameter is a DTensor. Parameters and gradients of the
-    modules are then DTensors on ``mesh`` as well. ``NotImplementedError``: with ``dp_mesh_dims``,
-    ``reshard_after_forward`` is an int.
+    parallelism has made a DTensor is sharded once more; ``mesh`` and the parameter's own mesh must
+    be parts of one mesh with names (``ValueError``). ``shard_placement_fn`` returns ``Shard(dim)``
+    or None for each parameter. The size of a dimension other than 0 must be a multiple of the
+    number of ranks (``NotImplementedError``), and the full parameter is then a view with that
+    dimension first in memory. The function may also return torch's ``ShardPlacementResult``:
+    parameters on another mesh then form a unit of their own, which is gathered together with the
+    call's modules. ``dp_mesh_dims``: the names of the data-parallel dimensions of ``mesh``, on
+    which every parameter is a DTensor. Parameters and gradients of the modules are then DTensors on
+    ``mesh`` as well. ``NotImplementedError``: ``reshard_after_forward`` is an int although
+    ``dp_mesh_dims`` is given.
     """
     _args.check_policies(mp_policy, offload_policy)
     modules = roots_of(module if isinstance(module, list) else [module])
@@ -402,14 +435,14 @@ def _become_sharded(module: nn.Module, state: State) -> None:
     sharded = _CLASSES.get(plain)
     if sharded is None:
         names = {"__deepcopy__": _no_deepcopy, "__module__": plain.__module__}
-        # The compiler's guards expect the original class at index 2 of the order of bases.
+        # The compiler's guards expect the original class at index 2 of the method resolution order.
         bases = (FSDPModule, plain, TorchFSDPModule)
         sharded = _CLASSES[plain] = type(f"FSDP{plain.__name__}", bases, names)
     module.__class__ = sharded
     module.__dict__["_fsdpc_state"] = state
-    # torch's pipelines ask torch's fully_shard.state.
+    # torch's pipelines look up the state by torch's fully_shard.state.
     module.__dict__.setdefault(STATE_KEY, {})[_TORCH_KEY] = state
-    # torch's replicate leaves modules with this mark alone.
+    # torch's replicate skips modules that have this mark.
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = state
     module.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(state.post_forward, with_kwargs=True)
@@ -434,9 +467,9 @@ def _after_load(module: Any, incompatible_keys: Any) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Gather and release ``module``'s parameters around the method too, as around ``forward``.
-    Local. Modules without fsdpc's ``fully_shard`` are left to torch's function. ``ValueError``: no
-    such method.
+    """Gather and release the parameters of ``module`` around the method too, as around ``forward``.
+    Local. For modules without fsdpc's ``fully_shard``, torch's function is called. ``ValueError``:
+    there is no such method.
     """
     if not isinstance(module, FSDPModule):
         torch_register(module, method_name)
@@ -458,8 +491,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Accepted: streams belong to the process's communicators, which roots share already. Local.
-    ``ValueError``: an element is no FSDPModule.
+    """Accepted, without effect: streams belong to the communicators of the process, which all roots
+    share in any case. Local. ``ValueError``: an element is not an FSDPModule.
     """
     for module in modules:
         if not isinstance(module, FSDPModule):

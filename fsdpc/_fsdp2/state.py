@@ -1,4 +1,4 @@
-"""What one call of ``fully_shard`` has made: its modules, its unit, its options, its hooks."""
+"""The state of one call of ``fully_shard``: its modules, its unit, its options and its hooks."""
 
 from __future__ import annotations
 
@@ -34,12 +34,15 @@ from fsdpc._torch import global_backward_hooks, tree_leaves
 
 
 class State:
-    """The host of one unit (``fsdpc._engine.host.UnitHost``). ``modules``: the call's modules.
+    """The state of one call, which hosts one unit (``fsdpc._engine.host.UnitHost``). ``modules``:
+    the call's modules.
 
-    ``keeps``: the ranks of each host keep a copy when the unit is released (``args.keeps``).
-    ``automatic``: ``reshard_after_forward`` was None, so that the root keeps its parameters.
-    ``_others``: the states of further meshes on which the call has parameters; what is called on
-    this state, their ``leader``, includes them. They come behind it in the tree, as nested hosts.
+    ``keeps``: whether the ranks of each machine keep a copy when the unit is released
+    (``args.keeps``). ``automatic``: whether ``reshard_after_forward`` was None. If so, a root keeps
+    its parameters gathered after its forward. ``_others``: the states of further meshes on which
+    the call has parameters. This state is then the ``leader`` of ``_others``, and methods such as
+    ``reshard_now`` act on ``_others``, too. In the tree, ``_others`` come after their leader, as if
+    their modules were nested in the leader's modules.
     """
 
     def __init__(
@@ -79,16 +82,20 @@ class State:
         self._mark_handles: list[Any] = []
         self._prepare_inputs: Callable[..., Any] | None = None
         self._to_run: set[nn.Module] = set()
-        self._open = 0  # forwards in progress that have to be undone if they raise
+        self._open = 0  # number of forwards that have begun and not ended
         self._sync_gradients = self._sync_replicas = True
-        self._summing: Summing | None = None  # with the user's all-reduce hook
-        self._hooks: list[dict[int, Any]] = []  # the tables of backward hooks of the modules
+        # If the user has set a hook: the function that sums the gradients and calls the hook.
+        self._summing: Summing | None = None
+        # The dicts in which torch keeps the backward hooks of the modules.
+        self._hooks: list[dict[int, Any]] = []
 
     @property
     def leader(self) -> State:
-        """The state through which the call's modules know this one."""
+        """The state that the call's modules refer to: this state, or the one whose ``_others``
+        include it.
+        """
         leader = self if self._leader is None else self._leader()
-        assert leader is not None  # modules hold both states
+        assert leader is not None  # the modules keep the leader alive, too
         return leader
 
     def make_unit(self, infos: list[ParamInfo], dims: Sequence[int]) -> None:
@@ -97,11 +104,13 @@ class State:
         self._unit = self._new_unit(infos, dims)
         if self.leader is not self:
             self._name = self._unit.name = self.name_in(self._name)
-        for param in plain:  # a module outside of the unit may keep the tied parameter
+        for param in plain:  # a module outside of the unit may still have a tied parameter
             _writeback.set_owner(param, self._unit)
 
     def name_in(self, module: str) -> str:
-        """The unit's name for ``module``; on a further mesh of the call, it names the mesh too."""
+        """Return the unit's name for ``module``. If this state is for a further mesh of the call,
+        the name includes the mesh.
+        """
         if self.leader is self:
             return module
         names = "_".join(self.data_mesh.mesh.mesh_dim_names or ())
@@ -138,8 +147,8 @@ class State:
     # --- what the user sets ----------------------------------------------------------------------
 
     def set_sync(self, *, gradients: bool | None = None, replicas: bool | None = None) -> None:
-        """Set whether backwards sum the unit's gradients: False for ``gradients`` or ``replicas``
-        keeps them on this rank. Local.
+        """Set whether backwards sum the unit's gradients. False for ``gradients`` or, if the mesh
+        has replicas, for ``replicas`` keeps the gradients on this rank. Local.
         """
         if gradients is not None:
             self._sync_gradients = bool(gradients)
@@ -167,15 +176,17 @@ class State:
         self._summing = None if hook is None else partial(sum_and_call, hook, stream)
 
     def watch_hooks(self, modules: Iterable[nn.Module]) -> None:
-        """Keep the unit gathered for backward hooks of these modules, whenever there are any."""
+        """Keep the unit gathered for the backward hooks of these modules whenever such hooks are
+        registered.
+        """
         modules = list(modules)
         for other in self._others:
             other.watch_hooks(modules)
         self._hooks = [global_backward_hooks, *(module._backward_hooks for module in modules)]
 
     def gather_before_hooks(self, output: Any) -> None:
-        """Gather the unit before the module's own backward hooks, whose nodes torch has put around
-        ``output`` after the forward hooks.
+        """Gather the unit before the module's own backward hooks run. torch has put the nodes of
+        these hooks around ``output`` after the forward hooks.
         """
         for other in self._others:
             other.gather_before_hooks(output)
@@ -190,9 +201,9 @@ class State:
 
     @hook
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Forward pre-hook: gathers, then casts the inputs."""
+        """Gather the unit, then cast the inputs. Registered as a forward pre-hook."""
         first = self._is_root is None
-        if first:  # may make another unit
+        if first:  # before _enter, because lazy_init may replace the unit
             call_untraced(lazy_init, self)
         args, kwargs = self._enter(module, args, kwargs)
         for other in self._others:
@@ -226,14 +237,15 @@ class State:
 
     @hook
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Forward hook: releases, then casts the output."""
+        """Release the unit, then cast the output. Registered as a forward hook."""
         for other in reversed(self._others):
             output = other._leave(args, kwargs, output)
         output = self._leave(args, kwargs, output)
         if self.precision.output_dtype is not None:
             output = cast_tree(self.precision.output_dtype, output)
         if autocasts():
-            # Autocast caches low-precision weights, in the end those of the whole model.
+            # Autocast caches low-precision copies of weights. Without this call the cache would
+            # contain copies of all weights of the model in the end.
             torch.clear_autocast_cache()
         return output
 
@@ -247,8 +259,8 @@ class State:
 
     @not_traced
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``function(*args, **kwargs)``, undoing the forwards that it leaves open when it
-        raises.
+        """Call ``function(*args, **kwargs)``. If the call raises, undo the forwards that it has
+        left open.
         """
         before = self._open
         try:
@@ -276,11 +288,15 @@ class State:
 
     @property
     def _comm_ctx(self) -> Any:
-        """torch 2.15's pipelines compare their stages' contexts; fsdpc's stages share nothing."""
+        """The context of this state alone. torch 2.15's pipelines compare the contexts of their
+        stages, and fsdpc's stages share nothing.
+        """
         return self
 
     def _root_post_backward_final_callback(self) -> None:
-        """Sum gradients that wait, by a backward that adds none. Collective over the mesh."""
+        """Sum the gradients that no backward has summed yet. For this, run a backward that adds no
+        gradients. Collective over the mesh.
+        """
         unit = self._unit or self._pass_unit
         if unit is None or unit.tree is None:
             return
@@ -294,7 +310,7 @@ class State:
     # --- parameters ------------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Show full parameters in the modules. Collective outside of a pass."""
+        """Put full parameters into the modules. Collective outside of a pass."""
         if self._unit is not None or self._others:
             lazy_init(self)
         for state in (self, *self._others):
@@ -304,26 +320,28 @@ class State:
         if self._unit is None:
             return
         outside = self._unit.flat.unshard()
-        if outside:  # no rank may change its shard before all have read it
+        if outside:  # no rank may change its shard before all ranks have read it
             self._unit.groups.shard.agree("", what=f"unshard of unit {self._name}")
 
     def reshard_now(self) -> None:
-        """Show sharded parameters in the modules. Local."""
+        """Put the sharded parameters back into the modules. Local."""
         for other in self._others:
             other.reshard_now()
         if self._unit is not None:
             self._unit.flat.reshard()
 
     def drop_gradients(self) -> None:
-        """Drop this module's gradients, also those that wait for a backward to sum them. Local."""
+        """Drop this module's gradients, including those that wait for a backward to sum them.
+        Local.
+        """
         self.reshard_now()
         for state in (self, *self._others):
             for param in () if state._unit is None else state._unit.shard_params:
                 param.grad = None
 
     def adopt_values(self) -> None:
-        """Move values that the user has put into the parameters to the shards. Local, unless their
-        dtypes have changed (``model.to(dtype)``): then collective over the mesh.
+        """Copy the values that the user has put into the parameters to the shards. Local, but
+        collective over the mesh if the dtypes have changed (``model.to(dtype)``).
         """
         for other in self._others:
             other.adopt_values()
@@ -350,9 +368,10 @@ class State:
     def remake(
         self, *, without: int = -1, sites: Mapping[int, list[tuple[nn.Module, str]]] | None = None
     ) -> None:
-        """Shard the parameters anew, in their local tensors' dtypes; the Parameter objects stay.
-        ``without``: number of a parameter to give up; ``sites``: new sites of parameters by number.
-        Collective over the mesh.
+        """Shard the parameters anew, in the dtypes of their local tensors; the Parameter objects
+        stay. ``without``: the index of a parameter that the unit no longer manages, or -1.
+        ``sites``: new registration sites of parameters, by the parameter's index. Collective over
+        the mesh.
         """
         release(self)
         unit: Any = self._unit
@@ -385,13 +404,13 @@ class State:
 
 
 def states_of(module: nn.Module) -> tuple[State, ...]:
-    """The states of the call that has ``module`` as an argument. Local."""
+    """Return the states of the call that has ``module`` as an argument. Local."""
     state = state_of(module)
     return () if state is None else (state, *state._others)
 
 
 def states_below(module: nn.Module) -> list[State]:
-    """The states of all calls at or below ``module``, in module order."""
+    """Return the states of all calls at or below ``module``, in module order."""
     return list(dict.fromkeys(state for child in module.modules() for state in states_of(child)))
 
 
@@ -412,7 +431,7 @@ def _prepare(state: State, name: str) -> None:
 
 
 def _names_in_root(state: State, names: list[str]) -> list[str]:
-    """The names in the root of those parameters of the unit that have ``names`` in the unit."""
+    """Return, for the parameters that the unit calls ``names``, their names in the root."""
     unit, root = state._unit, None if state._root is None else state._root()
     if not names or unit is None or root is None:
         return names

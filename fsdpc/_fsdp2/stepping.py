@@ -1,4 +1,4 @@
-"""What comes before steps of torch's optimizers on sharded parameters: refusals, new strides."""
+"""Checks and preparations before torch's optimizers step on sharded parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @functools.cache
 def install() -> None:
-    """Prepare each optimizer of this process that has sharded parameters when it steps. Local."""
+    """Let each optimizer of this process that has sharded parameters be checked and prepared before
+    it steps. Local.
+    """
     register_optimizer_step_pre_hook(_prepare)
 
 
@@ -57,8 +59,8 @@ def _refuse_gathered(optimizer: Any) -> None:
 
 def _lay_like(param: Any, state: dict[str, Any]) -> None:
     """Give the gradient and the states of a parameter that is cut along a later dimension the
-    parameter's strides: torch's fused kernels on processors read all of them in the parameter's
-    order. Values that a program has loaded or assigned may have other strides.
+    strides of the parameter, because torch's fused CPU kernels read all of these tensors in the
+    parameter's memory order. Values that a program has loaded or assigned may have other strides.
     """
     local = param._local_tensor
     for value in (param.grad, *state.values()):

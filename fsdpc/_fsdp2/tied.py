@@ -1,6 +1,6 @@
-"""Weights that are tied after ``fully_shard``: one Parameter put into modules of several units
-before the first forward, by a loader that ties weights last. The outermost unit takes all places of
-the Parameter.
+"""Weights that are tied after ``fully_shard``. Before the first forward, a loader that ties weights
+last may put one Parameter into modules of several units. The outermost unit then takes all
+registration sites of the Parameter.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from fsdpc._engine import writeback as _writeback
 
 
 def join(states: list[Any]) -> None:
-    """Leave each Parameter that several units show to the one whose modules contain the others'.
-    Collective over the mesh if there are such Parameters; other Parameters stay as they are.
+    """Give each Parameter that is in the modules of several units to the unit whose modules contain
+    all of these modules. Collective over the mesh if there are such Parameters. Other Parameters do
+    not change.
     """
     found = _first(states)
     while found is not None:
-        _leave_to(*found)  # numbers in units change: look again
+        _leave_to(*found)  # indices in units change, so search again
         found = _first(states)
 
 
@@ -30,7 +31,9 @@ def _first(states: list[Any]) -> tuple[Any, list[tuple[Any, int]]] | None:
 
 
 def _shown(states: list[Any]) -> dict[int, list[tuple[Any, int]]]:
-    """By the id of a Parameter that a unit's modules show: (state, number in its unit)."""
+    """Return a dict from the id of each Parameter in the modules to the Parameter's pairs (state,
+    index in the state's unit).
+    """
     found: dict[int, list[tuple[Any, int]]] = {}
     for state in states:
         for number, info in enumerate(state._unit.infos if state._unit is not None else ()):

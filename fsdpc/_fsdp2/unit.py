@@ -33,13 +33,13 @@ class RowUnit(Unit):
     """The parameters of one call of ``fully_shard``. Collective over the groups of ``data_mesh``.
 
     Parameters on the meta device stay there until ``to_empty`` or a load replaces them; the memory
-    of their shards exists from the start. ``adopted``: sharded parameters of an earlier unit that
-    become this unit's; the caller copies their values.
+    of their shards exists from the start. ``adopted``: sharded parameters of an earlier unit, which
+    become this unit's parameters; the caller copies their values.
 
-    ``dims``: the dimension along which each parameter is cut (default 0). The engine has that
-    dimension first in memory, so that a rank's part is rows; parameters in the modules, local
-    tensors and gradients are views with the dimensions in their order. ``policy``: a
-    ``QuantizedPolicy`` says what travels coded.
+    ``dims``: the dimension along which each parameter is cut (default 0). In the engine's memory
+    this dimension comes first, so that each rank has whole rows. Parameters in the modules, local
+    tensors and gradients are views that have the dimensions in their original order. ``policy``: a
+    ``QuantizedPolicy`` says which values are sent in codes.
     """
 
     dtensors = True
@@ -61,7 +61,7 @@ class RowUnit(Unit):
         dims = list(dims) or [0] * len(infos)
         self.data_mesh = data_mesh
         self.adopted = adopted
-        # Per parameter: its spec on the tensor-parallel mesh, or None.
+        # For each parameter, its spec on the tensor-parallel mesh, or None.
         self.parallel = list(parallel) or [_take_local(info) for info in infos]
         self.specs = [
             sharded_spec(info.param, data_mesh, spec, dim)
@@ -71,7 +71,7 @@ class RowUnit(Unit):
             if dim > 0:
                 _put_first(info, dim)
         codecs = [codecs_of(policy, info.param.shape, info.param.dtype) for info in infos]
-        if self.foreign:  # gathered in Python, so not in codes
+        if self.foreign:  # a gather in Python sends no codes
             codecs = [("", *sent) for _, *sent in codecs]
         super().__init__(
             name,
@@ -105,8 +105,8 @@ class RowUnit(Unit):
         return param
 
     def grad_of_parallel(self, i: int) -> Callable[[Any], Any] | None:
-        """A function that brings gradients of parameter ``i`` to its placements on the
-        tensor-parallel mesh; None without such a mesh. Local.
+        """Return a function that brings gradients of parameter ``i`` to the parameter's placements
+        on the tensor-parallel mesh, or None without such a mesh. Local.
         """
         spec = self.parallel[i]
         kept = (*self.data_mesh.replicate_dims, *self.data_mesh.shard_dims)
@@ -124,7 +124,7 @@ class RowUnit(Unit):
                 param = nn.Parameter(self.distributed(shown, i), requires_grad=self.trainable[i])
                 param.__dict__.update(info.param.__dict__)
                 param.__dict__.update(_lowbit.attributes(info.param))
-                self.specs[i] = param._spec  # torch shares specs among parameters of one shape
+                self.specs[i] = param._spec  # torch shares this spec among parameters of one shape
             info.param = param
             _writeback.set_owner(param, self)
             self.released[i]._fsdpc_sharded = param
@@ -134,13 +134,15 @@ class RowUnit(Unit):
             self.views.append(local)
 
     def _first_local(self, i: int) -> tuple[Tensor, Tensor]:
-        """This rank's rows of parameter ``i``, and what the parameter shows of them at first."""
+        """Return this rank's rows of parameter ``i``, and the local tensor that the parameter has
+        at first, which is a meta tensor if the parameter is on the meta device.
+        """
         local = self.shard_view(i)
         meta = self.infos[i].param.is_meta
         return local, torch.empty_like(local, device="meta") if meta else local
 
     def distributed(self, local: Tensor, i: int) -> Tensor:
-        """A DTensor of parameter ``i`` around this rank's rows, without a copy. Local."""
+        """Return a DTensor of parameter ``i`` around this rank's rows, without a copy. Local."""
         return around(local, self.specs[i])
 
     def _rows(self, i: int) -> torch.Size:
@@ -164,8 +166,8 @@ class RowUnit(Unit):
         param._local_tensor = view
 
     def replacement(self, index: int, param: Tensor, what: str) -> Tensor:
-        """As ``Unit.replacement``. A plain Parameter of the whole shape becomes a DTensor of this
-        rank's rows.
+        """Return the replacement as ``Unit.replacement`` does. A plain Parameter of the whole shape
+        becomes a DTensor of this rank's rows.
         """
         wanted = self.specs[index]
         if not isinstance(param, DTensor):
@@ -206,12 +208,12 @@ class RowUnit(Unit):
                 )
 
     def meta_names(self) -> list[str]:
-        """Names of the parameters that are on the meta device. Local."""
+        """Return the names of the parameters that are on the meta device. Local."""
         return [info.name for info in self.infos if self.local(info.param).is_meta]
 
     def take_memory(self) -> None:
-        """Let parameters on the meta device show the shards, which have memory but no values yet.
-        Local.
+        """Replace the meta tensors of parameters by the shards, which have memory but no values
+        yet. Local.
         """
         for i, info in enumerate(self.infos):
             param: Any = info.param
@@ -223,21 +225,27 @@ class RowUnit(Unit):
                 self.point_at_shard(i)
 
     def holds_nothing(self, param: nn.Parameter) -> bool:
-        """False: every rank sees its part of each gradient, also an empty one. Local."""
+        """Return False, because every rank has a part of each gradient, even if that part is empty.
+        Local.
+        """
         return False
 
     def scatter_full(self, full: Sequence[Tensor]) -> None:
-        """As ``WholeValues.scatter_full``, without tensors on the meta device. Local."""
+        """Write full values as ``WholeValues.scatter_full`` does, except tensors on the meta
+        device. Local.
+        """
         for i, tensor in enumerate(full):
             if not tensor.is_meta:
                 self.flat.write(i, self._own(tensor, i))
 
     def announce_grads(self) -> None:
-        """A no-op: torch's functions on DTensor gradients are collective by themselves."""
+        """Do nothing, because torch's functions on DTensor gradients are collective already."""
 
 
 def check_materialized(unit: RowUnit, names: list[str]) -> None:
-    """torch's ``RuntimeError`` for parameters that are on the meta device when a forward begins."""
+    """Raise torch's ``RuntimeError`` if parameters (``names``) are on the meta device when a
+    forward begins.
+    """
     if names:
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, but the "
@@ -249,7 +257,9 @@ def check_materialized(unit: RowUnit, names: list[str]) -> None:
 
 
 def _take_local(info: ParamInfo) -> Any:
-    """Replace a tensor-parallel parameter by its local tensor; returns its spec, else None."""
+    """Replace a tensor-parallel parameter by its local tensor and return its spec; return None for
+    other parameters.
+    """
     param: Any = info.param
     if not isinstance(param, DTensor):
         return None
@@ -268,8 +278,9 @@ def _put_first(info: ParamInfo, dim: int) -> None:
 
 
 def _as_placed(grad: Any, spec: Any, kept: Sequence[int]) -> Any:
-    """A gradient with the placements of its parameter, and not in flight. The engine sums over
-    the mesh dimensions ``kept``.
+    """Return a gradient with the placements of its parameter, after waiting for a collective in
+    flight. Over the mesh dimensions ``kept`` the gradient's placements stay, because the engine
+    sums over these dimensions.
     """
     wanted = list(spec.placements)
     for dim in kept:
@@ -283,9 +294,10 @@ def _as_placed(grad: Any, spec: Any, kept: Sequence[int]) -> Any:
 
 
 def sharded_spec(param: Tensor, data_mesh: DataMesh, parallel: Any, cut: int) -> Any:
-    """Mesh and placements of the sharded parameter: parts along its dimension ``cut`` over the
-    data-parallel dimensions, which stand before those of tensor parallelism (``parallel``: its
-    spec, or None). With tensor parallelism ``param`` is this rank's local tensor.
+    """Return the spec (mesh and placements) of the sharded parameter. The parameter is cut along
+    its dimension ``cut`` over the data-parallel dimensions of the mesh. These dimensions come
+    before those of tensor parallelism. ``parallel``: the tensor-parallel spec, or None. With tensor
+    parallelism ``param`` is this rank's local tensor.
     """
     if parallel is None:
         shape = param.shape
@@ -305,9 +317,9 @@ def sharded_spec(param: Tensor, data_mesh: DataMesh, parallel: Any, cut: int) ->
 
 
 def _spmd_spec(data_mesh: DataMesh, spec: Any, cut: int) -> Any:
-    """As ``sharded_spec``, on the mesh that the parameter is distributed on already. Several
-    sharding dimensions become one, in the place of the first of them; the dimension of replicas
-    comes right before it.
+    """Return the spec as ``sharded_spec`` does, on the mesh on which the parameter is distributed
+    already. If several mesh dimensions shard, one dimension replaces them, in the place of the
+    first. The dimension of replicas comes right before this dimension.
     """
     dims, placements = data_mesh.shard_dims, list(spec.placements)
     split = 1
@@ -331,12 +343,14 @@ def _spmd_spec(data_mesh: DataMesh, spec: Any, cut: int) -> Any:
 
 
 def joined_mesh(data: Any, parallel: Any) -> Any:
-    """The mesh with the dimensions of ``data`` and ``parallel``, named parts of one mesh. Equal
-    meshes stand for one another: made twice, copied, pickled. ``ValueError``: no such mesh.
+    """Return the mesh with the dimensions of ``data`` and ``parallel``, which are named parts of
+    one mesh. Two equal meshes may stand for each other, also if one is a copy or was pickled.
+    ``ValueError``: there is no such mesh.
     """
     try:
         return DeviceMesh._concatenate([data, parallel])
-    except (AssertionError, TypeError, RuntimeError) as error:  # no names, other ranks or the same
+    except (AssertionError, TypeError, RuntimeError) as error:
+        # The meshes have no names, have different ranks, or are the same.
         raise ValueError(
             "FSDP requires the data-parallel and the tensor-parallel mesh to be parts of one mesh "
             f"with mesh_dim_names, but got {data} and {parallel}: use "

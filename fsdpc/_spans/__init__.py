@@ -1,1 +1,1 @@
-"""Where the elements of a tensor lie on a rank: spans."""
+"""Spans, which say where the elements of a tensor are on a rank."""

@@ -1,9 +1,10 @@
 """The SHARDED form of one value: rows of a tensor, one block of rows per rank of a sharding group.
 
-Block ``r`` of ``shape`` over ``world`` ranks is that of ``torch.chunk``: ``ceil(shape[0] / world)``
-rows each, the last blocks fewer or none. A unit cuts its parameters so only with ``by_rows`` (see
-``csrc/unit/layout.h``), but torch's FSDP writes row blocks, and ``torch.distributed.checkpoint``
-reshards them to another number of ranks. Values without rows (0-dim tensors) or elements are not
+Block ``r`` of ``shape`` over ``world`` ranks is the one that ``torch.chunk`` gives: each block has
+``ceil(shape[0] / world)`` rows, and the last blocks have fewer or none. A unit cuts its parameters
+in this way only with ``by_rows`` (see ``csrc/unit/layout.h``). The SHARDED form has row blocks in
+any case, because torch's FSDP writes row blocks and ``torch.distributed.checkpoint`` can reshard
+them to another number of ranks. Values without rows (0-dim tensors) or without elements are not
 cut: every rank keeps them whole, as plain tensors.
 """
 
@@ -24,25 +25,27 @@ from fsdpc._torch import ShardedTensor, ShardedTensorMetadata, ShardMetadata, Te
 
 
 def is_cut(shape: Sequence[int]) -> bool:
-    """True if a value of this shape is cut into rows."""
+    """Return whether a value of this shape is cut into rows."""
     return len(shape) > 0 and all(size > 0 for size in shape)
 
 
 def rows(shape: Sequence[int], world: int, rank: int) -> tuple[int, int]:
-    """First row and end row (exclusive) of a rank's block; equal for an empty block."""
+    """Return the first row and the end row (exclusive) of a rank's block. Both are equal if the
+    block is empty.
+    """
     block = -(-shape[0] // world)
     return min(rank * block, shape[0]), min((rank + 1) * block, shape[0])
 
 
 def rows_shape(shape: Sequence[int], world: int, rank: int) -> tuple[int, ...]:
-    """Shape of a rank's block: ``(0, *shape[1:])`` for an empty block."""
+    """Return the shape of a rank's block, which is ``(0, *shape[1:])`` for an empty block."""
     start, stop = rows(shape, world, rank)
     return (stop - start, *shape[1:])
 
 
 def block(shape: Sequence[int], world: int, rank: int) -> Span:
-    """The span of a rank's block of rows, in a memory that starts with them; a value that is not
-    cut is one whole block.
+    """Return the span of a rank's block of rows, in a memory that begins with the block. A value
+    that is not cut is one whole block.
     """
     if not is_cut(shape):
         return Span(0, 0, math.prod(shape))
@@ -51,12 +54,12 @@ def block(shape: Sequence[int], world: int, rank: int) -> Span:
 
 
 def block_shape(shape: Sequence[int], world: int, rank: int) -> tuple[int, ...]:
-    """Shape of a rank's ``block``."""
+    """Return the shape of a rank's ``block``."""
     return rows_shape(shape, world, rank) if is_cut(shape) else tuple(shape)
 
 
 def row_numel(shape: Sequence[int]) -> int:
-    """Elements of one row, at least 1; a 0-dim value is one row."""
+    """Return the number of elements of one row, at least 1. A 0-dim value is one row."""
     return max(1, math.prod(shape[1:]))
 
 
@@ -66,11 +69,11 @@ def wrap_rows(
     pg: dist.ProcessGroup,
     mesh: DeviceMesh | None = None,
 ) -> ShardedTensor | DTensor:
-    """The distributed value with ``local_rows`` as this rank's block, without a copy. Local.
+    """Return the distributed value with ``local_rows`` as this rank's block, without a copy. Local.
 
-    Without ``mesh`` a ``ShardedTensor`` over ``pg``; with ``mesh`` a ``DTensor``, sharded over the
-    mesh's last dimension (whose group is ``pg``) and replicated over the others. ``ValueError``:
-    ``local_rows`` has another shape than the block.
+    Without ``mesh`` it is a ``ShardedTensor`` over ``pg``. With ``mesh`` it is a ``DTensor``,
+    sharded over the mesh's last dimension (whose group is ``pg``) and replicated over the others.
+    ``ValueError``: ``local_rows`` has another shape than the block.
     """
     expected = rows_shape(shape, pg.size(), pg.rank())
     if tuple(local_rows.shape) != expected:
@@ -95,7 +98,9 @@ def wrap_rows(
 
 
 def placements(mesh: DeviceMesh) -> list[Any]:
-    """DTensor placements on a mesh: rows over the last dimension, copies over the others."""
+    """Return the DTensor placements on a mesh: sharded by rows over the last dimension, replicated
+    over the others.
+    """
     return [Replicate() for _ in range(mesh.ndim - 1)] + [Shard(0)]
 
 
@@ -105,8 +110,8 @@ def sharded_tensor(
     blocks: Sequence[tuple[list[int], list[int]]],
     pg: dist.ProcessGroup,
 ) -> ShardedTensor:
-    """The value of which rank r has block r of ``blocks`` (offsets, sizes), perhaps an empty one;
-    this rank's block is ``local``. Local.
+    """Return the ``ShardedTensor`` of which rank r has block r of ``blocks`` (offsets, sizes). A
+    block may be empty. ``local`` is this rank's block. Local.
     """
     shards, own = [], []
     for rank, (offsets, sizes) in enumerate(blocks):
@@ -128,8 +133,9 @@ def sharded_tensor(
 
 
 def device_of(rank: int, local: torch.device) -> str:
-    """A global rank's device in the format of shard metadata. Exact for this rank; assumes that
-    the ranks of other hosts use their GPUs in order. Local.
+    """Return a global rank's device in the format of shard metadata. The device is exact for this
+    rank. For other ranks the result assumes that the ranks of each host use the host's GPUs in
+    order. Local.
     """
     if local.type == "cpu":
         return f"rank:{rank}/cpu"
@@ -140,8 +146,8 @@ def device_of(rank: int, local: torch.device) -> str:
 
 
 def size_of(value: Any) -> tuple[int, ...]:
-    """The whole value's shape; a ShardedTensor's from its metadata, because every call through
-    torch's dispatch warns that the class is deprecated.
+    """Return the shape of the whole value. For a ShardedTensor, the shape is read from the
+    metadata, because every call through torch's dispatch warns that the class is deprecated.
     """
     if isinstance(value, ShardedTensor):
         return tuple(value.metadata().size)
@@ -149,14 +155,14 @@ def size_of(value: Any) -> tuple[int, ...]:
 
 
 def dtype_of(value: Any) -> torch.dtype:
-    """The dtype of a tensor or a ShardedTensor, without torch's warning."""
+    """Return the dtype of a tensor or a ShardedTensor, without torch's deprecation warning."""
     if isinstance(value, ShardedTensor):
         return value.metadata().tensor_properties.dtype
     return value.dtype
 
 
 def is_distributed(value: Any) -> bool:
-    """True for a ``ShardedTensor`` or ``DTensor``."""
+    """Return whether ``value`` is a ``ShardedTensor`` or ``DTensor``."""
     return isinstance(value, (ShardedTensor, DTensor))
 
 
@@ -168,13 +174,13 @@ def unwrap(
     name: str = "value",
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """This rank's block of rows of a ``ShardedTensor``, ``DTensor`` or full tensor; values that are
-    not cut are returned whole.
+    """Return this rank's block of rows of a ``ShardedTensor``, ``DTensor`` or full tensor. Values
+    that are not cut are returned whole.
 
     Local, except for a DTensor with other placements than those of ``wrap_rows``: gathering it is
-    collective over its mesh. ``group``: the ranks that hold the rows (default: any group of
+    collective over its mesh. ``group``: the ranks that have the rows (default: any group of
     ``world`` ranks). ``ValueError``: the value has another shape than ``shape``, or is a
-    ShardedTensor cut in another way. ``TypeError``: it is no tensor.
+    ShardedTensor cut in another way. ``TypeError``: the value is not a tensor.
     """
     if not isinstance(value, (torch.Tensor, ShardedTensor)):
         raise TypeError(f"{name}: expected a tensor but got {type(value).__name__}")
@@ -211,8 +217,8 @@ def _own_shard(
 
 
 def _lies_in_rows(value: DTensor, world: int, rank: int, group: dist.ProcessGroup | None) -> bool:
-    """True if ``to_local()`` is this rank's block. All ranks of the mesh get the same answer: if it
-    is False, they gather the value, which is collective.
+    """Return whether ``to_local()`` is this rank's block. All ranks of the mesh must get the same
+    answer, because they gather the value if the answer is False, and the gather is collective.
     """
     mesh = value.device_mesh
     last = mesh.ndim - 1

@@ -1,5 +1,7 @@
-"""A span: which elements of a whole tensor a memory holds, and where; counted row-major. A unit's
-spans come from C's layout (``csrc/unit/layout.h``), see ``Unit.spans``.
+"""Spans: the elements of a whole tensor that a memory contains, and where they are in the memory.
+
+Elements are counted in row-major order. A unit's spans come from C's layout
+(``csrc/unit/layout.h``), see ``Unit.spans``.
 """
 
 from __future__ import annotations
@@ -8,8 +10,8 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """The elements of a whole tensor from ``begin`` on, ``count`` of them, lie from ``at`` on in a
-    memory.
+    """A range of ``count`` elements of a whole tensor, and its place in a memory. The range begins
+    at element ``begin`` of the tensor and at position ``at`` of the memory.
     """
 
     begin: int

@@ -1,5 +1,5 @@
-"""Move elements from the ranks that hold them to those that want them, through a window of bounded
-size, so that no rank holds more of a sharded tensor than it wants.
+"""Transfers of elements from the ranks that have them to the ranks that want them, through a window
+of bounded size, so that no rank stores more of a sharded tensor than it wants.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import torch
 from fsdpc._spans.span import Span
 
 WINDOW_BYTES = 4 << 20
-LEAST_NUMEL = 8192  # per rank: below this, latency of the collectives dominates
+# The smallest window, in elements per rank. With a smaller window, latency would dominate.
+LEAST_NUMEL = 8192
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """This rank wants a target's elements from ``begin`` on in ``values``, a 1-D tensor."""
+    """A request of this rank for elements of a sharded tensor, the target. The request begins at
+    element ``begin`` of the target. The elements are written to the 1-D tensor ``values``, whose
+    size is their number.
+    """
 
     begin: int
     values: torch.Tensor
@@ -34,11 +38,12 @@ def gather(
     what: str,
     device: torch.device,
 ) -> None:
-    """Gather ``wanted`` elements from all ranks' pieces. Collective.
+    """Gather the ``wanted`` elements of each target from all ranks. Collective.
 
-    Every rank has a piece of ``piece`` elements; each of this rank's ``parts`` is a place in its
-    piece and the 1-D values there. ``spans``: for each target and rank, the target's elements in
-    that rank's piece. The window is on ``device``, the communicator's.
+    Every rank has a buffer of ``piece`` elements. Each entry of ``parts`` is a position in this
+    rank's buffer and the 1-D values there. ``spans`` has for each target one span per rank: the
+    elements of the target in that rank's buffer. The window is on ``device``, the device of the
+    communicator.
     """
     room = min(piece, max(LEAST_NUMEL, WINDOW_BYTES // (dtype.itemsize * comm.world)))
     memory = torch.empty(comm.world * room, dtype=dtype, device=device)
@@ -59,8 +64,8 @@ def gather(
 
 
 def _copy_common(source: torch.Tensor, first: int, to: torch.Tensor, begin: int) -> None:
-    """Copy the elements that two ranges share: ``source`` begins with element ``first``, ``to``
-    with element ``begin``.
+    """Copy the elements that ``source`` and ``to`` have in common. ``source`` begins with element
+    ``first`` of a tensor, and ``to`` with element ``begin`` of the same tensor.
     """
     low, high = max(first, begin), min(first + len(source), begin + len(to))
     if low < high:
@@ -76,7 +81,8 @@ def broadcast(
     device: torch.device,
 ) -> None:
     """Broadcast rank 0's ``whole``, a flat contiguous tensor (None on other ranks), through a
-    window on ``device``, the communicator's; each rank keeps what it wants. Collective.
+    window on ``device``, the device of the communicator. Each rank keeps the elements that ``want``
+    requests. Collective.
     """
     dtype = want.values.dtype
     room = max(1, min(numel, WINDOW_BYTES // dtype.itemsize))

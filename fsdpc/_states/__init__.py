@@ -1,1 +1,1 @@
-"""An optimizer's state as a table by the names of parameters."""
+"""Optimizer states as tables whose keys are the names of the parameters."""

@@ -1,4 +1,4 @@
-"""The options of param groups with which each parameter was saved, by the parameters' names."""
+"""Saved param groups, which say with which options each parameter was saved."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ NAMES = ("params", "param_names")
 
 
 def plain_options(group: Group) -> Group:
-    """The group's options, without its parameters."""
+    """Return the group's options without its parameters."""
     return {key: value for key, value in group.items() if key not in NAMES}
 
 
 def owners_of(groups: Sequence[Group]) -> dict[str, int]:
-    """The index of the group of each parameter."""
+    """Return the index of each parameter's group, by the parameter's name."""
     return {name: index for index, group in enumerate(groups) for name in group["params"]}
 
 
 def group_of(groups: Sequence[Group], owner: dict[str, int], names: Sequence[str]) -> Group | None:
-    """The first group that has one of these parameters; ``None`` if none has. ``ValueError``:
-    another group has some of them, with other options.
+    """Return the first group that has one of these parameters, or ``None`` if no group has one.
+    ``ValueError``: another group, with other options, has some of these parameters.
     """
     known = [name for name in names if name in owner]
     indices = sorted({owner[name] for name in known})

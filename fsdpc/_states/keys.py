@@ -1,8 +1,9 @@
-"""The key rule: which states of a parameter have one element per element, and are cut with it.
+"""The rule that tells which states of a parameter have one element per element of the parameter,
+and are sharded like the parameter.
 
-These are the states of the parameter's shape. Where the parameter has no dimensions, a 0-dim state
-may be its element or a number of the parameter, like Adam's ``step``; a state of that name on
-parameters with dimensions tells which.
+These are the states that have the parameter's shape. A parameter without dimensions is ambiguous:
+its 0-dim state may belong to its only element, or be one number per parameter, such as Adam's
+``step``. The states of the same name of parameters with dimensions decide this.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ Shape = tuple[int, ...]
 
 
 def shape_of(value: Any) -> Shape | None:
-    """The shape of a tensor or of what stands for one; ``None`` for other values."""
+    """Return the shape of a tensor or of an ``Outline``, which stands for a tensor; ``None`` for
+    other values.
+    """
     if isinstance(value, Outline):
         return value.shape
     return size_of(value) if isinstance(value, (torch.Tensor, ShardedTensor)) else None
 
 
 def numbers_of(states: Iterable[tuple[Shape | None, Mapping[str, Shape | None]]]) -> set[str]:
-    """Names of states with one number per parameter. ``states``: for each parameter its shape, and
-    the shapes of its states by name.
+    """Return the names of the states that are one number per parameter. ``states``: for each
+    parameter, its shape and the shapes of its states by name.
     """
     numbers, elements = set(), set()
     for shape, state in states:
@@ -40,7 +43,7 @@ def numbers_of(states: Iterable[tuple[Shape | None, Mapping[str, Shape | None]]]
 
 
 def is_cut(name: str, shape: Shape | None, of: Shape | None, numbers: set[str]) -> bool:
-    """True if a state of this name and shape has one element per element of a parameter of shape
-    ``of``. A shape of ``None``: no tensor, or not known.
+    """Return whether a state of this name and shape has one element per element of a parameter of
+    shape ``of``. A shape is ``None`` if the value is not a tensor or the shape is not known.
     """
     return shape is not None and shape == of and (shape != () or name not in numbers)

@@ -1,4 +1,5 @@
-"""Less memory for activations: checkpointing of some blocks, compression of what is saved.
+"""Functions that save memory for activations: checkpointing of some blocks, compression and
+offloading of saved tensors.
 
 See docs/activations.md.
 """

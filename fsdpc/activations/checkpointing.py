@@ -25,7 +25,7 @@ from fsdpc._engine.modules import join
 Blocks = type | Sequence[type] | Callable[[nn.Module], bool] | None
 
 _ATEN = torch.ops.aten
-# Matrix products and attention: their outputs cost most to compute again.
+# Matrix products, convolutions and attention, whose outputs cost most to compute again.
 _COSTLY = {
     overload
     for name in (
@@ -56,31 +56,37 @@ def checkpoint(
     blocks: Blocks = None,
     preserve_rng_state: bool = True,
 ) -> list[str]:
-    """Checkpoint some of ``model``'s blocks in place; returns their names, in order. Local, and to
-    be called with the same arguments on every rank, before or after wrapping with FSDP.
+    """Checkpoint some of ``model``'s blocks in place and return their names, in order. Local. Call
+    this function with the same arguments on every rank, before or after wrapping with FSDP.
 
     A checkpointed block keeps its inputs and computes its forward again in backward (torch's
-    non-reentrant ``checkpoint``), with the buffers that it had: they change once per forward
-    (running statistics, counters, spectral norms), where torch's change twice. Choose blocks by at
-    most one of: ``ratio``, a number or a text like "2/3" between 0 and 1, the fraction of blocks,
-    evenly spaced (block i of n, counted from 1, if ``i * ratio`` reaches 1/2, 3/2, 5/2 and so on);
-    ``every``: blocks 0, ``every``, 2 * ``every`` and so on; ``which``: their indices, negative ones
-    from the end. Default: all blocks.
+    non-reentrant ``checkpoint``). The second forward has the buffers that the first one had, so
+    that buffers (running statistics, counters, spectral norms) change once per forward. Under
+    torch's ``checkpoint`` these buffers change twice.
+
+    Choose blocks by at most one of ``ratio``, ``every`` and ``which``; by default all blocks are
+    chosen. ``ratio`` is the fraction of blocks to choose, a number or a text like "2/3" between 0
+    and 1. The chosen blocks are evenly spaced: of blocks 1 to n, block i is chosen if ``i * ratio``
+    is the first product to reach 1/2, 3/2, 5/2 and so on. ``every`` chooses block 0 and each
+    ``every``-th block after block 0. ``which`` lists the indices of blocks; negative indices count
+    from the end.
 
     ``policy`` selects by operator what a checkpointed block keeps, through torch's
-    ``create_selective_checkpoint_contexts``: "matmul" keeps the outputs of matrix products,
-    convolutions and attention; or torch's own forms, a list of operators to keep, or a function of
-    ``(context, operator, *args, **kwargs)`` that returns a ``CheckpointPolicy``. Policies that
-    return one of torch's CPU offload values are refused when they do (``NotImplementedError``),
-    because torch recomputes there instead. torch refuses, in backward (``RuntimeError``), blocks
-    that change a kept output in place, and second derivatives.
+    ``create_selective_checkpoint_contexts``. It is "matmul", which keeps the outputs of matrix
+    products, convolutions and attention, or one of torch's own forms: a list of operators to keep,
+    or a function of ``(context, operator, *args, **kwargs)`` that returns a ``CheckpointPolicy``.
+    If a policy returns one of torch's CPU offload values, the forward raises
+    ``NotImplementedError``, because torch would recompute instead of offloading. torch raises
+    ``RuntimeError`` in backward if a block changes a kept output in place, and for second
+    derivatives.
 
-    ``blocks``: the blocks' classes, or a function that is true for them; default: the items of the
-    longest ``nn.ModuleList`` or ``nn.Sequential`` whose items are of one class. An FSDP instance
-    around a block is checkpointed as a whole: its unit is still gathered only twice in a step.
+    ``blocks``: the blocks' classes, or a function that is true for blocks; default: the items of
+    the longest ``nn.ModuleList`` or ``nn.Sequential`` whose items are of one class. An FSDP
+    instance around a block is checkpointed as a whole: its unit is still gathered only twice in a
+    step.
 
-    ``ValueError``: no or ambiguous blocks, an invalid number, a block that is inside another block
-    or checkpointed already. The model is unchanged then.
+    ``ValueError``: there are no blocks, the blocks are ambiguous, a number is invalid, or a block
+    is inside another block or checkpointed already. The model does not change in these cases.
     """
     if sum(choice is not None for choice in (ratio, every, which)) > 1:
         raise ValueError("checkpoint() takes at most one of ratio=, every= and which=")
@@ -180,7 +186,8 @@ def _longest_list(model: nn.Module) -> list[nn.Module]:
 def _chosen(count: int, ratio: Any, every: Any, which: Any) -> list[int]:
     if ratio is not None:
         share = _share(ratio)
-        # The i-th block (from 1) is chosen if i * share is the first to reach 1/2, 3/2 and so on.
+        # Block i, counted from 1, is chosen if i * share is the first product to reach 1/2, 3/2 and
+        # so on.
         passed = [math.floor(i * share + Fraction(1, 2)) for i in range(count + 1)]
         return [i for i in range(count) if passed[i + 1] > passed[i]]
     if every is not None:
@@ -236,16 +243,20 @@ def _checked(policy: Any, context: Any, operator: Any, *args: Any, **kwargs: Any
 
 # --- buffers -------------------------------------------------------------------------------------
 
-# Module, name of the buffer, the buffer before the forward, a copy of its values.
+# Each entry has a module, the name of a buffer of the module, the buffer before the forward, and a
+# copy of the buffer's values.
 Before = list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
-LARGE = 1 << 20  # bytes: so large a buffer is not copied again if a training forward left it alone
+# Size in bytes from which a buffer is not copied again if a training forward left it unchanged.
+LARGE = 1 << 20
 
 
 class _OneChange:
-    """torch's checkpoint of a block, whose buffers change once per forward."""
+    """A replacement of torch's checkpoint function, under which a block's buffers change only once
+    per forward.
+    """
 
     def __init__(self) -> None:
-        self.constant: set[str] = set()  # large buffers that the first forward left alone
+        self.constant: set[str] = set()  # large buffers that a training forward left unchanged
 
     @torch.compiler.disable(recursive=False)
     def __call__(
@@ -260,7 +271,7 @@ class _OneChange:
 
     @contextmanager
     def _remembering(self, block: nn.Module, before: Before, inner: Any) -> Iterator[None]:
-        """Fills ``before`` with the buffers that a forward changes."""
+        """Fill ``before`` with the buffers that a forward changes."""
         copies: dict[int, torch.Tensor] = {}
         found = []
         for path, module in block.named_modules(remove_duplicate=False):
@@ -275,8 +286,8 @@ class _OneChange:
         for full, module, name, buffer, version in found:
             now = module._buffers.get(name)
             if now is None or (now.dtype, now.device) != (buffer.dtype, buffer.device):
-                continue  # converted to another dtype or device
-            # Norms change their statistics without a new version number.
+                continue  # the buffer was converted to another dtype or device
+            # Norm layers change their statistics without a change of the version counter.
             moves = module.training and getattr(module, "track_running_stats", False)
             if now is not buffer or buffer._version != version or moves:
                 if buffer._version != version and full in self.constant:
@@ -292,8 +303,9 @@ class _OneChange:
 
 
 class _AsBefore:
-    """While a block is computed again its buffers are copies of what they were before. Entered once
-    for each backward, several times if the graph is retained.
+    """A context in which a block is computed again. The block's buffers are copies of what they
+    were before the first forward. Each backward enters the context once, so a retained graph may
+    enter it several times.
     """
 
     def __init__(self, before: Before, inner: AbstractContextManager[Any]) -> None:

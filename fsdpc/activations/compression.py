@@ -1,4 +1,4 @@
-"""What autograd saves for backward, kept in fewer bits."""
+"""Compression of the tensors that autograd saves for backward."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fsdpc._engine.unit import UNITS
 from fsdpc._engine.writeback import owner_of
 
 MIN_BYTES = 4096
-# Functions whose backward multiplies by what they saved, reads its sign, or puts it through a
-# smooth function of bounded slope: gradients are off by as much as the values. Whatever else is
-# saved stays exact, because its backward may compare it with a limit (clamp, maximum, max), divide
-# by it (log, division, norms), put it through an exponential (attention, softmax), or compute again
-# from it (checkpoint, functions of the user's own).
+# Functions whose backward multiplies by the saved values, reads their signs, or puts them through a
+# smooth function of bounded slope. The errors of their gradients are as small as the errors of the
+# saved values. What other functions save stays exact, because their backward may compare the values
+# with a limit (clamp, maximum, max), divide by them (log, division, norms), put them through an
+# exponential (attention, softmax), or compute again from them (checkpoint, custom functions).
 _PRODUCTS = (
     "linear bilinear matmul mm bmm mv dot inner outer addmm addbmm baddbmm addmv addr einsum "
     "tensordot grouped_mm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
@@ -43,7 +43,7 @@ _NORMS = "layer_norm rms_norm group_norm batch_norm instance_norm"
 
 
 def _functions(names: str) -> set[Any]:
-    """torch's functions, methods and operators of these names, and their in-place forms."""
+    """Return torch's functions, methods and operators of these names and their in-place forms."""
     forms = [form for name in names.split() for form in (name, f"{name}_", f"__{name}__")]
     places = (torch, Tensor, torch.nn.functional)
     return {getattr(place, form) for place in places for form in forms if hasattr(place, form)}
@@ -57,27 +57,29 @@ _BOUNDED = _functions(f"{_PRODUCTS} {_ELEMENTWISE}") | _NORM_FUNCTIONS
 
 @contextmanager
 def compress(model: nn.Module, dtype: str = "int8", min_bytes: int = MIN_BYTES) -> Iterator[None]:
-    """Compress the tensors that autograd saves inside the ``with`` block, for ``model``'s forward.
+    """Compress what autograd saves for backward while ``model`` runs in the ``with`` block.
 
-    ``dtype``: "int8", 1.016 bytes per element: one byte each and a float32 scale (absmax) per 256
-    elements; a value comes back within absmax / 252 and one rounding to its dtype, with its sign,
-    and only zero as zero. "bf16": 2 bytes for float32 tensors; others stay.
+    ``dtype="int8"`` stores 1.016 bytes per element: one byte for each element and a float32 scale
+    (absmax) for each block of 256 elements. A value comes back within absmax / 252 plus one
+    rounding to its dtype. It keeps its sign, and only zero comes back as zero. ``dtype="bf16"``
+    stores 2 bytes per element of a float32 tensor and does not compress tensors of other dtypes.
 
-    Compressed are values of float32, bfloat16 and float16 on the host and on CUDA GPUs (by kernels
-    on torch's current stream) that matrix products, convolutions, recurrent layers, products,
-    smooth activations, ReLU and its like, dropout, pooling and norms save. Kept as they are:
-    what all other functions save (attention, softmax, losses, clamp, division and so on), inputs of
-    checkpointed blocks, from which they are computed again, what autograd functions of your own and
-    compiled code save; integers, masks, factors without a gradient, tensors below ``min_bytes``,
-    statistics of norms (a last dimension of 1), parameters and buffers, and gathered parameters of
-    FSDP units.
+    Tensors of float32, bfloat16 and float16, on the host and on CUDA GPUs, are compressed (by
+    kernels on torch's current stream) if matrix products, convolutions, recurrent layers,
+    elementwise products, smooth activations, ReLU and similar activations, dropout, pooling or
+    norms save them. These tensors are not compressed: what all other functions save (attention,
+    softmax, losses, clamp, division and so on); inputs of checkpointed blocks, from which the
+    blocks are computed again; what custom autograd functions and compiled code save; integers,
+    masks, factors without a gradient, tensors below ``min_bytes``, statistics of norms (tensors
+    whose last dimension is 1), parameters, buffers, and gathered parameters of FSDP units.
 
-    A tensor that is saved several times, also as a view, is compressed once, and memory is freed
-    when nothing else holds the original.
+    A tensor that is saved several times, also as a view, is compressed once. The memory of the
+    original is freed when nothing else refers to the original.
 
-    Gradients are those of the compressed values: see docs/activations.md for measured errors. A
-    block with a value that is not finite comes back as NaN. Local. ``ValueError``: another dtype.
-    ``RuntimeError`` in backward: a parameter was changed in place after it was saved.
+    Gradients are computed from the compressed values; docs/activations.md has measured errors. With
+    "int8", a block that contains a value that is not finite comes back as NaN. Local. Raises
+    ``ValueError`` if ``dtype`` is neither of the two, and ``RuntimeError`` in backward if a saved
+    tensor that is not compressed, such as a parameter, was changed in place.
     """
     if dtype not in ("int8", "bf16"):
         raise ValueError(f"dtype must be 'int8' or 'bf16', got {dtype!r}")
@@ -87,8 +89,9 @@ def compress(model: nn.Module, dtype: str = "int8", min_bytes: int = MIN_BYTES) 
 
 
 class _Functions(TorchFunctionMode):
-    """Tells the table which function saves. Separate hooks around every other function would hide
-    the function's tensors from a checkpoint around it.
+    """A function mode that lets the table compress tensors only while a function of ``_BOUNDED``
+    runs. The mode does not set separate hooks around the other functions, because such hooks would
+    hide the tensors of a function from a checkpoint around the function.
     """
 
     def __init__(self, table: _Compressed) -> None:
@@ -103,7 +106,8 @@ class _Functions(TorchFunctionMode):
             return function(*args, **kwargs)
         table = self.table
         before, table.fewest = table.fewest, 0
-        if function in _NORM_FUNCTIONS:  # tensors smaller than the input are statistics
+        if function in _NORM_FUNCTIONS:
+            # A norm also saves statistics, which are smaller than its input. They stay exact.
             given = args[0] if args else kwargs.get("input")
             table.fewest = given.numel() if isinstance(given, Tensor) else 0
         try:
@@ -113,7 +117,9 @@ class _Functions(TorchFunctionMode):
 
 
 def _needs_exact(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """True for factors without a gradient, which are masks and tables, and for powers below 1."""
+    """Return True for a product with a factor that needs no gradient (a mask or a table), and for a
+    power whose exponent is not a number of at least 1.
+    """
     if function in _FACTORS:
         given = (*args, *kwargs.values())
         return any(isinstance(each, Tensor) and not each.requires_grad for each in given)
@@ -124,7 +130,9 @@ def _needs_exact(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 class Kept:
-    """A tensor that stays as it is, with torch's check for changes in place."""
+    """A saved tensor that stays as it is. ``unpack`` raises, as torch does, if the tensor was
+    changed in place.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -141,7 +149,7 @@ class Kept:
 
 
 class _Packed:
-    """The elements of a contiguous tensor, compressed."""
+    """The compressed elements of a contiguous tensor."""
 
     def __init__(self, whole: Tensor, dtype: str) -> None:
         self.dtype = whole.dtype
@@ -154,7 +162,7 @@ class _Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed values and their scales."""
+        """Return the number of bytes of the packed values and their scales."""
         return sum(t.nbytes for t in (self.low, getattr(self, "scales", None)) if t is not None)
 
     def unpack(self) -> Tensor:
@@ -166,7 +174,7 @@ class _Packed:
 
 
 class View:
-    """A saved tensor over elements that are held in another form."""
+    """A saved tensor whose elements are stored in another form: compressed or offloaded."""
 
     def __init__(self, held: Any, shape: torch.Size, strides: tuple[int, ...]) -> None:
         self.held = held
@@ -178,13 +186,14 @@ class View:
 
 
 def unpack(saved: Any) -> Tensor:
-    """torch's unpack hook for what ``Table.pack`` has returned."""
+    """Return the tensor that ``Table.pack`` has packed as ``saved``; torch's unpack hook."""
     return saved.unpack()
 
 
 class Table:
-    """What is held in another form: by storage, place in it, dtype and version. A weak reference to
-    a storage keeps its address from being another storage's.
+    """A table of the saved tensors that are compressed or offloaded. An entry is found by the
+    tensor's storage, position in the storage, dtype and version. The table has a weak reference to
+    each storage, so that no other storage gets the same address.
     """
 
     view = View
@@ -196,7 +205,7 @@ class Table:
         self.ranges, self.complete = own_ranges(model)
 
     def pack(self, tensor: Tensor) -> Any:
-        """torch's pack hook."""
+        """Return the packed form of ``tensor``; torch's pack hook."""
         if not self._is_wanted(tensor):
             return Kept(tensor)
         reference = StorageWeakRef(tensor.untyped_storage())
@@ -224,14 +233,17 @@ class Table:
         return not any(begin <= address < end for begin, end in self.ranges)
 
     def _hold(self, tensor: Tensor, dense: bool) -> Any:
-        """The elements in the other form; None: autograd keeps the tensor as it is."""
+        """Return the tensor's elements, compressed or offloaded. Return None if autograd keeps the
+        tensor as it is.
+        """
         raise NotImplementedError
 
 
 class _Compressed(Table):
     def __init__(self, model: nn.Module, dtype: str, min_bytes: int) -> None:
         super().__init__(model, min_bytes)
-        self.fewest: int | None = None  # elements of a tensor to pack; None: pack none
+        # Tensors with at least this many elements are compressed. None: no tensor is compressed.
+        self.fewest: int | None = None
         self.dtype = dtype
 
     def _is_wanted(self, tensor: Tensor) -> bool:
@@ -249,9 +261,9 @@ class _Compressed(Table):
 
 
 def own_ranges(model: nn.Module) -> tuple[list[tuple[int, int]], bool]:
-    """Addresses of the model's parameters, gathered or not, and buffers, and whether they are
-    final: on a GPU gathered parameters have no address before the first forward. ``model`` may be
-    what a unit wraps, or a part of that.
+    """Return the address ranges of the model's buffers and parameters (sharded and gathered), and
+    whether the ranges are final: on a GPU, gathered parameters have no address before the first
+    forward. ``model`` may be the module that a unit wraps, or a submodule of that module.
     """
     placed = [each for module in model.modules() for each in vars(module).values()]
     own = [*model.parameters(), *model.buffers(), *placed]
@@ -267,7 +279,7 @@ def own_ranges(model: nn.Module) -> tuple[list[tuple[int, int]], bool]:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """True if the tensor's elements are a range of its storage, in any order of dimensions."""
+    """Return True if the elements fill one range of the storage, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -278,7 +290,9 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor, dense: bool) -> Tensor:
-    """The elements in the order of memory; row-major if other elements lie between them."""
+    """Return the elements as a 1-D tensor. This is a view in memory order if the tensor is
+    ``dense``, else a copy in row-major order.
+    """
     tensor = tensor.detach()
     if not dense:
         return tensor.contiguous().view(-1)
@@ -294,7 +308,7 @@ def _row_major(shape: torch.Size) -> tuple[int, ...]:
 
 
 def has_memory(tensor: Any) -> bool:
-    """True for a plain, strided tensor with elements."""
+    """Return True for a plain, strided tensor that has elements and is not on the meta device."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return plain and not tensor.is_meta and tensor.numel() > 0
 

@@ -1,9 +1,10 @@
-"""What autograd saves for backward, in host memory.
+"""Offloading to host memory of the tensors that autograd saves for backward.
 
-Forward queues a copy of each saved tensor to pinned memory on a lane (``_companions/lane.py``). The
-tensor itself is held until torch's stream waits for the copy, a few tensors later, so that
-copies run beside the forward; then its memory is free for other tensors. In backward a tensor is,
-as a rule, already on its way back: its copy was queued when tensors saved after it were needed.
+The forward queues a copy of each saved tensor to pinned memory on a lane, which is a stream for
+copies (``_companions/lane.py``). The tensor stays on the GPU until torch's stream waits for the
+copy, a few tensors later, so that copies overlap with the forward. After this wait the memory of
+the tensor is free for other tensors. When backward needs a tensor, its copy back to the GPU is
+usually already queued: backward queues the copy when it needs the tensors that were saved later.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ _said: list[str] = []  # not empty once this process has warned
 
 @dataclass
 class Offloaded:
-    """What one ``offload`` did. Bytes are those of copies to the host; none are counted twice.
+    """The counts of one ``offload``.
 
-    ``no_room``: tensors that stayed, because pinned memory was at its bound. ``resident``: the last
-    tensors, used in backward without a copy back. ``ahead``, ``late``: copies back that were queued
-    before they were needed, or only then. ``pinned_bytes``: this process's pinned memory, kept for
-    the next step.
+    ``tensors`` and ``nbytes`` count the copies to the host; a tensor that is saved several times
+    counts once. ``no_room`` counts the tensors that stayed on the GPU because no pinned memory was
+    left. ``resident`` counts the last tensors of the forward, which backward uses without a copy
+    back. ``ahead`` counts the copies back that were queued before backward needed the tensor, and
+    ``late`` those that were queued only at that moment. ``pinned_bytes`` is the pinned memory of
+    this process, which is kept for the next step.
     """
 
     tensors: int = 0
@@ -51,19 +54,20 @@ class Offloaded:
 def offload(
     model: nn.Module, *, min_bytes: int = MIN_BYTES, max_pinned_bytes: int | None = None
 ) -> Iterator[Offloaded]:
-    """Keep what autograd saves inside the ``with`` block in host memory, for ``model``'s forward.
+    """Offload what autograd saves for backward while ``model`` runs in the ``with`` block.
 
-    Tensors of at least ``min_bytes`` on the model's GPU are copied to pinned memory on a stream of
-    their own, beside the forward, and back beside the backward; values are equal to the bit. A
-    tensor that is saved several times is copied once. What stays: parameters (also gathered ones),
-    buffers, tensors with gaps, the last few tensors, and what does not fit in
-    ``max_pinned_bytes`` of pinned memory (default: no bound), which is kept for the next step. The
-    host waits only when pinned memory is allocated. Yields counts.
+    Tensors of at least ``min_bytes`` on the model's GPU are copied to pinned host memory on a
+    separate stream while the forward runs, and back while the backward runs. The values are equal
+    to the bit. A tensor that is saved several times is copied once. These tensors stay on the GPU:
+    parameters (also gathered ones), buffers, tensors with gaps between their elements, the last few
+    tensors, and tensors that do not fit in ``max_pinned_bytes`` of pinned memory (default: no
+    bound). The pinned memory is kept for the next step. The host waits only when pinned memory is
+    allocated. Yields the counts of what was copied.
 
-    On ranks that compute on processors, the model is in host memory already: nothing is copied, no
-    hook is set, and one warning per process says so. Local. ``NotImplementedError``: parameters on
-    another type of device or on several GPUs. ``StateError``: a CUDA graph captures the forward.
-    ``RuntimeError`` in backward: a saved tensor was changed in place.
+    If the model computes on the CPU, saved tensors are in host memory already: nothing is copied,
+    no hook is set, and one warning per process says so. Local. Raises ``NotImplementedError`` for
+    parameters on another type of device or on several GPUs, ``StateError`` if a CUDA graph captures
+    the forward, and ``RuntimeError`` in backward if a saved tensor was changed in place.
     """
     ordinals = set()
     for name, param in model.named_parameters():
@@ -98,8 +102,8 @@ def offload(
 
 
 class _Pool:
-    """A lane of one GPU, and pinned buffers that are kept. Copies of a lane run one after the
-    other, so a buffer that is given back may be filled again without a wait.
+    """The lane of one GPU, and its pinned buffers, which are kept for reuse. The copies on a lane
+    run in order, so a buffer that was given back can be filled again without a wait.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -109,7 +113,7 @@ class _Pool:
         self.nbytes = 0
 
     def take(self, nbytes: int, most: int | None) -> Tensor | None:
-        """A pinned buffer for ``nbytes`` bytes, or None if there is no room."""
+        """Return a pinned buffer for ``nbytes`` bytes, or None if there is no room."""
         size = pinned_bytes(nbytes)
         if self.free.get(size):
             return self.free[size].pop()
@@ -132,25 +136,26 @@ def _pool_of(ordinal: int) -> _Pool:
 
 
 class _Away:
-    """The elements of a dense tensor, in pinned memory and sometimes on the GPU, too."""
+    """The elements of an offloaded tensor, in pinned memory and at times also on the GPU."""
 
     def __init__(self, table: _Table, number: int, source: Tensor, buffer: Tensor) -> None:
         self.table = table
-        self.number = number  # its place in the order in which autograd saved
+        self.number = number  # position in the order in which autograd saved the tensors
         self.buffer = buffer
         self.like = torch.empty(0, dtype=source.dtype, device=source.device)
         self.numel = source.numel()
         self.version = source._version
         self.changed = False
-        self.uses = self.left = 0  # saved views of the tensor; views not needed yet
+        # The number of saved views, and the number of these that backward has not used yet.
+        self.uses = self.left = 0
         self.here: Tensor | None = None
-        self.mark = 0  # of the copy that fills `here`; 0: `here` holds the values
+        self.mark = 0  # the lane's mark after the copy that fills `here`; 0 if there is no copy
         self.was_needed = False
 
     def fetch(self) -> None:
         lane = self.table.pool.lane
         self.here = self.like.new_empty(self.numel)
-        lane.begin()  # the memory may still be used by work of the stream it was allocated on
+        lane.begin()  # wait for earlier work of torch's stream, which may use this memory
         lane.back(self.here.data_ptr(), self.buffer.data_ptr(), self.nbytes)
         self.mark = lane.mark()
 
@@ -159,13 +164,13 @@ class _Away:
         return self.numel * self.like.element_size()
 
     def unpack(self) -> Tensor:
-        """The values; also puts the tensors that backward needs next on their way."""
+        """Return the values, and queue the copies back of the tensors that backward needs next."""
         values = self.values()
         self.table.fetch_before(self.number)
         return values
 
     def values(self) -> Tensor:
-        """The values on the GPU, in the order of torch's current stream."""
+        """Return the values on the GPU, after torch's current stream has waited for their copy."""
         if self.here is None:
             self.table.counts.late += 1
             self.fetch()
@@ -189,12 +194,12 @@ class _Away:
 
     def __del__(self) -> None:
         if self.here is not None and self.mark:
-            self.table.pool.lane.join(self.mark)  # before the memory is another tensor's
+            self.table.pool.lane.join(self.mark)  # the copy must end before the memory is reused
         self.table.pool.give(self.buffer)
 
 
 class _View(View):
-    """A saved tensor over elements that are offloaded."""
+    """A saved tensor whose elements are offloaded."""
 
     def __init__(self, held: _Away, shape: torch.Size, strides: tuple[int, ...]) -> None:
         super().__init__(held, shape, strides)
@@ -243,7 +248,7 @@ class _Table(Table):
         return away
 
     def _let_go(self) -> None:
-        """Free the oldest held tensor's memory for work behind this point of torch's stream."""
+        """Let torch's stream wait for the copy of the oldest held tensor, then drop the tensor."""
         mark, source, entry = self.held.popleft()
         self.pool.lane.join(mark)
         away = entry()
@@ -261,7 +266,7 @@ class _Table(Table):
                 self.counts.resident += 1
 
     def fetch_before(self, number: int) -> None:
-        """Put the tensors that backward needs next on their way."""
+        """Queue the copies back of the tensors that were saved just before tensor ``number``."""
         for at in range(number - 1, max(-1, number - 1 - AHEAD), -1):
             away = self.order[at]()
             if away is not None and away.here is None and not away.was_needed:

@@ -1,8 +1,8 @@
 """Checkpoints that plain tools read: safetensors, written by every rank, loaded at any world size.
 
 ``save`` and ``load`` take an FSDP model of fsdpc or torch, a model of DTensors, or a plain module.
-On disk is a folder that Hugging Face's libraries load as it is, with the optimizer's state in a
-folder of its own and a manifest of checksums. See docs/checkpoints.md.
+A checkpoint is a folder that Hugging Face's libraries load as it is, with a subfolder for the
+optimizer's state and a manifest of checksums. See docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -94,51 +94,58 @@ def save(
     folder appears under its name complete and durable, or not at all.
 
     Args:
-        path: the folder to make, the same on every rank; not there yet, unless ``overwrite``. Or
-            a URL of a driver of fsspec (``s3://bucket/run``).
-        model: a model, or a dict of several by names (``{"model": ..., "ema": ...}``), of which
-            each becomes a folder in ``path`` that can also be loaded for itself.
-        optimizer: any torch optimizer over the model's parameters; its state is saved by
-            parameter names. With several models: a dict, by names of models or others; each over
-            the parameters of one model.
+        path: the folder to make, the same on every rank, or a URL that a driver of fsspec handles
+            (``s3://bucket/run``). The folder must not exist, unless ``overwrite`` is true.
+        model: a model, or a dict of models by name (``{"model": ..., "ema": ...}``). Each model of
+            a dict becomes a folder in ``path``, which can also be loaded alone.
+        optimizer: any torch optimizer over the model's parameters; its state is saved by parameter
+            names. With several models, a dict of optimizers, each of which has the parameters of
+            one model. An optimizer's key in the dict may be the name of a model or another name.
         scheduler: an object with ``state_dict()``; rank 0's state is saved. A dict of schedulers
             is saved as ``states`` are.
         extra: this rank's own values (a data loader's position, random states): numbers, texts,
             tensors, arrays and containers of them.
         states: a dict of any objects with ``state_dict()`` and ``load_state_dict()`` (data loaders,
-            scalers): every rank's state is saved, as plain values; once if all are equal.
-        rng: save the random generators of every rank: Python's, NumPy's, torch's, of GPUs.
+            scalers). Every rank's state of an object is saved, as plain values; if all ranks have
+            equal states, the state is saved once.
+        rng: save the state of every rank's random generators: of Python, NumPy, torch and the GPUs.
         dtype: floats of the model are saved in this dtype; by default as they are stored.
-        step: a number to find again in ``Loaded.step``.
+        step: a number that ``load`` returns as ``Loaded.step``.
         overwrite: replace an existing folder, which stays until the new one is durable.
-        format: ``"dcp"`` writes a folder of torch's distributed checkpoints by torch's own library,
-            pickled as they are: ``{"model", "optimizer", "scheduler"}`` of ``get_state_dict``.
-            ``extra``, ``states``, ``rng``, ``dtype``, ``step``, ``file_bytes``, ``async_``,
-            ``progress``, ``only``, ``hf``, ``values`` and dicts are refused.
-        file_bytes: a file holds at most so many bytes of tensors, or one tensor.
-        async_: return once the values are copied in host memory, and write in a thread; the
-            returned handle has ``wait()``. An error is raised by ``wait()`` or by the next call,
-            and printed at exit. The interpreter waits for the thread at exit.
-        when_busy: while a save in the background is running on a rank: ``"wait"`` for it, or
-            ``"raise"`` ``CheckpointError`` on every rank.
+        format: ``"dcp"`` lets torch's own library write a folder of torch's distributed checkpoints
+            (DCP), with ``{"model", "optimizer", "scheduler"}`` as ``get_state_dict`` returns them;
+            values that are no tensors are pickled. This format does not accept ``extra``,
+            ``states``, ``rng``, ``dtype``, ``step``, ``file_bytes``, ``async_``, ``progress``,
+            ``only``, ``hf``, ``values`` and dicts of models.
+        file_bytes: the largest number of bytes of tensors in a file; a larger tensor has a file
+            for itself.
+        async_: copy the values into host memory, return, and write the files in a thread. Copies
+            from GPUs may still be running when the call returns. The returned handle has
+            ``wait()``. An error is raised by ``wait()`` or by the next call, and printed at exit.
+            The interpreter waits for the thread at exit.
+        when_busy: what to do if a save in the background is still running on a rank: ``"wait"`` for
+            that save, or ``"raise"`` ``CheckpointError`` on every rank.
         progress: show a bar on rank 0, if tqdm is installed.
-        only: save these tensors of the model and the states of these parameters: a pattern of
+        only: save only these tensors of the model and the states of these parameters: a pattern of
             names (``"*lora_*"``), several patterns, or a function of a name.
-        hf: write what ``from_pretrained`` and inference engines read: a model of transformers,
-            without an optimizer, in the names and forms of the Hub, with ``config.json`` and the
-            generation's configuration. ``load_pretrained`` reads it back.
-        tokenizer: with ``hf``: a tokenizer or processor, whose files are written, too (rank 0's).
-        values: weights in codes (``fsdpc.lowbit.quantize``) are saved as the values that they stand
-            for, in ``dtype`` or the dtype before they were coded, decoded a part at a time, so that
-            any library reads them. Not with ``async_``.
-        staging: for a URL: the local folder through which the checkpoint goes; default the one for
-            temporary files. Ranks on several hosts need one that all of them see.
-        link: a file of frozen parameters that the last save has written alike is linked, so that
-            damage to it is damage to both checkpoints; False writes it anew.
+        hf: write a model of transformers for ``from_pretrained`` and inference engines: without an
+            optimizer, in the names and forms of the Hub, with ``config.json`` and the generation
+            configuration. ``load_pretrained`` reads the folder back.
+        tokenizer: with ``hf``, a tokenizer or processor. Rank 0 writes its files into the folder,
+            too.
+        values: save quantized weights (``fsdpc.lowbit.quantize``) as their dequantized values, so
+            that any library can read the file. The values have ``dtype``, or the dtype that the
+            weights had before they were quantized. Cannot be combined with ``async_``.
+        staging: for a URL, the local folder in which the checkpoint is written before its upload;
+            by default the folder for temporary files. Ranks on several hosts need a folder that all
+            of them see.
+        link: if the last save wrote a file of frozen parameters with the same bytes, add a hard
+            link to this file instead of writing a new one. Damage to the file is then damage to
+            both checkpoints. False writes a new file.
 
     Raises:
-        CheckpointError: on every rank; names the rank, the file or parameter and the cause. What
-            was at ``path`` before is unchanged.
+        CheckpointError: on every rank. The text names the rank, the file or parameter, and the
+            cause. What was at ``path`` before is unchanged.
         KeyboardInterrupt: on the rank that was interrupted; the others raise ``CheckpointError``.
     """
     ranks = ranks_of(group)
@@ -221,32 +228,34 @@ def load(
     compared on all ranks before the first byte is written into the model.
 
     Args:
-        path: a folder of ``save``, any folder of safetensors with an index or a single
-            ``model.safetensors``, or one safetensors file, also as a URL of a driver of fsspec,
-            which is read by ranges; a folder of torch's distributed
-            checkpoints (DCP) or a ``torch.save`` file, of a model or of a dict with ``"model"``,
-            ``"optimizer"`` and ``"scheduler"`` (docs/checkpoints.md has the other keys). No pickle
-            runs code.
+        path: a folder that ``save`` wrote, any folder of safetensors with an index or a single
+            ``model.safetensors``, or one safetensors file. Each of these may also be a URL that a
+            driver of fsspec handles; its files are read by ranges. ``path`` may also be a folder of
+            torch's distributed checkpoints (DCP) or a ``torch.save`` file. These have the state
+            dict of a model, or a dict with ``"model"``, ``"optimizer"`` and ``"scheduler"``
+            (docs/checkpoints.md has the other keys). No pickle runs code.
         model, optimizer, scheduler: as for ``save``; a dict may have only some of the parts that
             were saved. All of them are checked before the first one is changed.
-        states, rng: as for ``save``. If each rank saved its own state, as many ranks must load.
-        strict: missing and unexpected names are an error; else they are in the result.
+        states, rng: as for ``save``. If each rank saved its own state, the same number of ranks
+            must load.
+        strict: missing and unexpected names are an error. If false, the result lists them.
         cast: floats of 16, 32 and 64 bits are converted where the checkpoint has another dtype.
-        verify: ``"before"`` compares all checksums before the model is touched (every byte is
-            read twice, the second time as a rule from memory); ``"during"`` while the model is
-            filled, so that damage is found but the model is lost; ``"no"`` not at all. Files that
-            fsdpc did not write have no checksums.
+        verify: ``"before"`` compares all checksums before the model is changed (every byte is read
+            twice, the second time usually from the page cache). ``"during"`` compares them while
+            the model is filled, so that damage is found but the model is lost. ``"no"`` compares
+            none. Files that fsdpc did not write have no checksums.
         only: load these tensors of the model and the states of these parameters, by the model's
             names: a pattern, several patterns, or a function of a name. Everything else stays as it
             is, and is neither missing nor unexpected.
-        rename: from a name in the checkpoint to the model's: a mapping (other names stay) or a
-            function, such as ``lambda name: name.removeprefix("module.")``.
+        rename: a mapping from names in the checkpoint to names of the model (other names stay), or
+            a function, such as ``lambda name: name.removeprefix("module.")``.
 
     Raises:
-        CheckpointError: on every rank. Except with ``verify="during"`` and for disks that fail
-            while values are read, the model is unchanged.
-        KeyboardInterrupt: on the rank that was interrupted; its note, and the error of the others,
-            says if the model was being written already.
+        CheckpointError: on every rank. The model is unchanged, except with ``verify="during"`` and
+            where a disk fails while values are read.
+        KeyboardInterrupt: on the rank that was interrupted; the others raise ``CheckpointError``.
+            A note on the interruption, and the errors of the other ranks, say whether the model was
+            already being written.
     """
     ranks = ranks_of(group)
     target = place_of(path)
@@ -286,41 +295,47 @@ def load_pretrained(
     deadline: float = 3600.0,
     group: dist.ProcessGroup | None = None,
 ) -> Pretrained:
-    """Fill a model from pretrained files: each rank reads the ranges of its own elements, cast on
-    the way, so that nobody ever holds the model whole. Collective over ``group`` (default: all
-    ranks).
+    """Fill a model from pretrained files: each rank reads the ranges of its own elements and casts
+    them, so that no rank ever has the whole model in memory. Collective over ``group`` (default:
+    all ranks).
 
     The model may be sharded by ``FullyShardedDataParallel`` or ``fully_shard`` of fsdpc or torch,
-    or not at all, and on the meta device: then it gets its memory here, and ties stay. Models of
+    or not at all. Tensors on the meta device get memory, and tied tensors stay tied. Models of
     transformers are filled as ``from_pretrained`` does, by that library's tables of names and
-    conversions. Parameters that no file has, and buffers that nobody has written, get what their
-    own modules give them (transformers' ``_init_weights``, ``reset_parameters``), full and then
-    cut, drawn from rank 0's generator; one warning on rank 0 names the parameters.
+    conversions. Parameters that no file has, and buffers that nobody has written, are initialised
+    by their own modules (transformers' ``_init_weights``, ``reset_parameters``) with values from
+    rank 0's generator, in full tensors of which each rank then keeps its shard. One warning on
+    rank 0 names these parameters.
 
     Args:
         source: a folder with ``model.safetensors``, or several files and their index, or
-            ``pytorch_model.bin`` (no pickle runs code); one such file; a folder of ``save``; or a
-            name on the Hub (``org/name``), which one rank of each host downloads into its cache.
+            ``pytorch_model.bin`` (no pickle runs code); one such file; a folder that ``save``
+            wrote; or a name on the Hub (``org/name``), which one rank of each host downloads into
+            the cache of the Hub's library.
         strict: parameters that no file has, and tensors that the model does not have, are an error.
-        keys: rules for tensors of another form: see ``KeyMap``. transformers' tables are for the
-            others.
-        rename: from a name in the files to the name that ``keys``, transformers' tables or the
-            model know; see ``load``.
-        only: fill these tensors of the model alone; see ``load``.
-        init: initialises a module that has a value that no file has, instead of the module's own
-            code: ``init(module)``, with full tensors on the CPU, or on the meta device where the
-            value is in the files.
-        device: for what is on the meta device; default: the mesh's for DTensors, else the CPU.
-        verify: compare all checksums before the model is filled, if the files have some.
+        keys: rules for tensors that the files have in another form: see ``KeyMap``. Tensors without
+            a rule are converted by transformers' tables.
+        rename: a mapping or function from a name in the files to the name that ``keys``,
+            transformers' tables or the model use; see ``load``.
+        only: fill only these tensors of the model; see ``load``.
+        init: a function that is called as ``init(module)`` for each module that has a tensor
+            without a value in the files. This function initialises the module instead of the
+            module's own code. During the call, tensors whose values the files have are on the meta
+            device, and all other tensors are full tensors on the CPU.
+        device: the device for tensors that are on the meta device; by default the device of the
+            mesh for DTensors, else the CPU.
+        verify: ``"before"`` compares all checksums, if the files have some, before the model is
+            filled; ``"no"`` compares none.
         progress: show a bar on rank 0, if tqdm is installed.
         revision, cache_dir: as for ``huggingface_hub.snapshot_download``.
         deadline: seconds that a download may take.
 
     Raises:
-        CheckpointError: on every rank, with the names: shapes differ (a vocabulary that was
-            resized), a value that is neither in the files nor initialised, tied weights with
-            different values, nothing that fits, an unreadable or damaged file. The model is
-            unchanged, but for memory instead of the meta device, unless the text says otherwise.
+        CheckpointError: on every rank, with the names, if shapes differ (a vocabulary that was
+            resized), if a value is neither in the files nor initialised, if tied weights have
+            different values, if no tensor fits, or if a file is unreadable or damaged. The model is
+            unchanged, unless the text says otherwise; but tensors that were on the meta device may
+            have memory now.
     """
     ranks = ranks_of(group)
     with ranks.together():

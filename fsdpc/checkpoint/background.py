@@ -1,7 +1,7 @@
-"""Saves that go on while training does: a snapshot in host memory, and a thread that writes it.
+"""Saves in the background of training: a snapshot in host memory, and a thread that writes it.
 
-The snapshot's memory is kept for the next save, so that its pages are there already: copying runs
-at the memory's speed then.
+The memory of the snapshot is kept for the next save. Its pages are then already allocated, so the
+next copy runs at the speed of memory.
 """
 
 from __future__ import annotations
@@ -44,21 +44,22 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """True once the checkpoint is there, or the save has failed on this rank. Local."""
+        """Return True once the save is complete, or has failed on this rank. Local."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is durable. Local, but no rank returns before all of them have
-        written. ``CheckpointError``: the save has failed. ``TimeoutError``: it is still running.
+        """Wait until the checkpoint is durable. Local, but no rank returns before all ranks have
+        written. Raises ``CheckpointError`` if the save has failed, and ``TimeoutError`` if it is
+        still running after ``timeout`` seconds.
         """
         if not self._done.wait(timeout):
             raise TimeoutError(f"checkpoint {self.target} is still being written")
         self._raise()
 
     def join(self) -> None:
-        """Order later work of torch's current stream behind the snapshot; the host does not wait.
-        Optimizer steps do that themselves: call this before other writes to parameters on a GPU.
-        Local.
+        """Let torch's current stream wait for the copies of the snapshot; the host does not wait.
+        This happens by itself before an optimizer step. Call this method before any other write to
+        parameters on a GPU. Local.
         """
         self._landing.join()
 
@@ -69,8 +70,8 @@ class SaveHandle:
 
 
 def make_room(when_busy: WhenBusy, group: dist.ProcessGroup | None) -> None:
-    """Before a new save, wait for the one in the background, or refuse the new one. Collective over
-    ``group``. ``ValueError``: ``when_busy`` is no such word.
+    """Wait for the save in the background before a new save, or refuse the new save. Collective
+    over ``group``. Raises ``ValueError`` if ``when_busy`` is neither "wait" nor "raise".
     """
     if when_busy not in ("wait", "raise"):
         raise ValueError(f"when_busy must be 'wait' or 'raise', not {when_busy!r}")
@@ -80,8 +81,9 @@ def make_room(when_busy: WhenBusy, group: dist.ProcessGroup | None) -> None:
 
 
 def refuse_running(beside: Ranks) -> None:
-    """``CheckpointError`` on every rank if a save in the background is still running on one: one
-    rank may be done while another is not. Collective over ``beside``, which no save uses.
+    """Raise ``CheckpointError`` on every rank if a save in the background is still running on any
+    rank; the save may have ended on some ranks only. Collective over ``beside``, which must be
+    ranks with a communicator that no save uses.
     """
     with beside.step("saving another checkpoint"):
         for handle in _running:
@@ -90,12 +92,12 @@ def refuse_running(beside: Ranks) -> None:
 
 
 def finish_running() -> None:
-    """Wait for the save in the background, if there is one; its error is raised here once.
-    Local.
+    """Wait for the save in the background, if there is one. If the save has failed and no call has
+    raised its error yet, raise the error. Local.
     """
     for handle in list(_running):
         handle._done.wait()
-        with contextlib.suppress(ValueError):  # another thread has waited for it, too
+        with contextlib.suppress(ValueError):  # another thread has removed the handle
             _running.remove(handle)
         if not handle._raised:
             handle._raise()
@@ -110,10 +112,11 @@ def start(
     after: Callable[[], object] | None = None,
     target: AnyPath | None = None,
 ) -> SaveHandle:
-    """Copy what this rank writes and return; a thread writes it, then calls ``after``, which takes
-    it to ``target`` (default: the plan's). Collective over ``ranks``. ``CheckpointError``: a rank
-    has no memory for the copy. From GPUs the copy may still be under way on return: the thread
-    waits for it, and so does the stream of the next optimizer step.
+    """Copy the values that this rank writes, start a thread that writes them, and return. After the
+    write the thread calls ``after``, which moves the checkpoint to ``target`` (default: the plan's
+    target). Collective over ``ranks``. Raises ``CheckpointError`` if a rank has no memory for the
+    copy. A copy from a GPU may still be running when the function returns: the thread waits for the
+    copy, and so does the stream of the next optimizer step.
     """
     landing = Landing(plan.params)
     unchanged = Unchanged(plan.target, ranks)
@@ -129,14 +132,14 @@ def start(
                 for each in plan.sets
             ]
     except BaseException:
-        landing.join()  # now the sources of these copies may be freed
+        landing.join()  # after this the sources of the copies may be freed
         landing.give_back()
         raise
     landing.await_write()
     handle = SaveHandle(plan.target if target is None else target, landing)
 
     def reach(name: str) -> None:
-        if name == "create":  # in the first step that ends well on all ranks or on none
+        if name == "create":  # here an error of one rank is raised on all ranks
             landing.finish()
         if failpoint is not None:
             failpoint(name)
@@ -153,7 +156,7 @@ def start(
             landing.give_back()
             handle._done.set()
 
-    # Not a daemon: the interpreter waits for it at exit.
+    # The thread is not a daemon, so the interpreter waits for the thread at exit.
     thread = threading.Thread(target=write, name=f"fsdpc checkpoint {plan.target.name}")
     _running.append(handle)
     thread.start()
@@ -161,7 +164,9 @@ def start(
 
 
 def _forget_in_child() -> None:
-    """A forked child (a worker of a loader) has no thread that writes, and would wait for ever."""
+    """Mark running saves as failed in a forked child (a data loader's worker): the child does not
+    have the thread that writes, and would wait for ever.
+    """
     for handle in [handle for handle in _running if not handle.done]:
         handle._done = threading.Event()
         handle._error = CheckpointError(
@@ -176,18 +181,20 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _wait_at_exit() -> None:
-    """Wait for saves before thread pools refuse work: writing and storage drivers use pools."""
+    """Wait for running saves before the interpreter shuts down thread pools, which saves use."""
     for handle in _running:
         handle._done.wait()
 
 
-importlib.import_module("concurrent.futures.thread")  # its exit function must run after ours
+# This module registers its exit function at its import. Functions that are registered later run
+# first, so it is imported before ours is registered.
+importlib.import_module("concurrent.futures.thread")
 threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
 
 
 def _finish_first(error: BaseException) -> None:
-    """Wait for running saves before the exception aborts all communicators, those of saves too.
-    Ctrl-C ends the wait.
+    """Wait for running saves before the uncaught exception ``error`` aborts all communicators, also
+    those that saves use. Ctrl-C ends the wait.
     """
     for handle in [handle for handle in _running if not handle.done]:
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -205,7 +212,7 @@ ON_UNCAUGHT.append(_finish_first)
 
 @atexit.register
 def _report() -> None:
-    """Print errors that no call has raised, at exit, after the interpreter waited for threads."""
+    """Print at exit the errors of saves that no call has raised. Threads have ended by then."""
     for handle in _running:
         if handle._error is not None and not handle._raised:
             print(f"fsdpc: in the background: {handle._error}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, one per step: which is the last, which stay, and how a run resumes."""
+"""``Checkpointer``: saves a checkpoint per step into one folder, removes old ones, and resumes."""
 
 from __future__ import annotations
 
@@ -30,33 +30,37 @@ from fsdpc.checkpoint.upload import way_to
 
 
 class Checkpointer:
-    """Checkpoints ``directory/step-000100``. Every rank makes this object with the same arguments.
+    """A directory of checkpoints, one folder per step (``directory/step-000100``). Every rank makes
+    this object with the same arguments.
 
-    What was saved last is the newest, whatever its step. Where a run goes back to an earlier step
-    (``resume(step=100)``, or a save at a step that is not higher), the later ones are abandoned:
-    ``abandoned()`` has them, and ``keep`` removes them first.
+    The checkpoint that was saved last is the newest, whatever its step. If a run goes back to an
+    earlier step (by ``resume(step=100)``, or by a save at a step that is not higher), the later
+    steps are abandoned: ``abandoned()`` lists them, and ``keep`` removes them first.
 
     Args:
-        directory: made if it is not there. Or a URL of a driver of fsspec (``s3://bucket/run``): a
-            step without ``fsdpc.json`` is no checkpoint there, and is removed with the next ones.
-        keep: this many of the newest stay; ``None`` keeps all. A checkpoint is removed only when a
-            newer one is durable, and never if ``latest`` names it, if the run has resumed from it
-            or if its ``fsdpc.json`` is damaged.
-        keep_every: steps that this number divides stay, too.
+        directory: the directory, made if it does not exist, or a URL that a driver of fsspec
+            handles (``s3://bucket/run``). At a URL, the folder of a step is a checkpoint only if it
+            has ``fsdpc.json``; folders without this file are removed together with old steps.
+        keep: how many of the newest checkpoints stay; ``None`` keeps all. A checkpoint is removed
+            only when a newer one is durable. A checkpoint stays in any case if the file ``latest``
+            names it, if the run has resumed from it, or if its ``fsdpc.json`` is damaged.
+        keep_every: steps that are multiples of this number stay, too.
         best: ``"min"`` or ``"max"``: the ``keep_best`` steps with the lowest or highest ``metric``
             of ``save`` stay, too.
-        keep_best: how many stay for ``best``; of steps with equal metrics the later ones.
-        protected: these steps stay in any case. Abandoned steps stay for no other reason.
-        every: ``save`` does nothing at steps that this number does not divide.
+        keep_best: how many steps stay because of ``best``; of steps with equal metrics, the later
+            ones stay.
+        protected: these steps stay, even if they are abandoned. ``keep_every`` and ``best`` do not
+            keep abandoned steps.
+        every: ``save`` does nothing at steps that are not multiples of this number.
         async_: save in the background; see ``fsdpc.checkpoint.save``.
-        dtype: of the model's floats in the files.
+        dtype: the dtype of the model's floats in the files.
         when_busy, progress: see ``fsdpc.checkpoint.save``.
-        only: what is saved and loaded; see ``fsdpc.checkpoint.save`` and ``load``.
+        only: the tensors to save and load; see ``fsdpc.checkpoint.save`` and ``load``.
         staging: for a URL; see ``fsdpc.checkpoint.save``.
-        link: False: each step has files of its own; see ``fsdpc.checkpoint.save``.
-        group: the ranks that save together; default all.
+        link: if false, no two steps share a file; see ``fsdpc.checkpoint.save``.
+        group: the ranks that save together; by default all ranks.
 
-    Local. ``ValueError``: a number is below 1; ``best`` is neither of its two words.
+    Local. Raises ``ValueError`` if a number is below 1, or if ``best`` is neither "min" nor "max".
     """
 
     def __init__(
@@ -93,10 +97,10 @@ class Checkpointer:
         self._when_busy: _background.WhenBusy = when_busy
         self._progress, self._only = progress, lasting(only)
         self._resumed: int | None = None
-        self._told: set[int] = set()  # abandoned steps that were logged
+        self._told: set[int] = set()  # abandoned steps that a warning has named
 
     def path(self, step: int) -> AnyPath:
-        """The folder of a step. Local."""
+        """Return the folder of a step. Local."""
         return _steps.folder_of(self.directory, step)
 
     def save(
@@ -112,14 +116,15 @@ class Checkpointer:
         metric: float | None = None,
         force: bool = False,
     ) -> SaveHandle | None:
-        """Save a step, then remove the oldest. Collective; waits for a save in the background.
-        ``metric``: for ``best``, the same on every rank.
+        """Save a checkpoint of ``step``, then remove old ones. Collective. Waits for a save in the
+        background. ``metric`` is the value for ``best``, the same on every rank.
 
-        Returns ``None`` at steps that ``every`` does not divide (unless ``force``) and for saves
-        that are complete. ``CheckpointError``: as ``fsdpc.checkpoint.save``, or the save before has
-        failed in the background; if its text has "naming checkpoint ... the latest", the checkpoint
-        is complete, and only the file ``latest`` could not be written. ``ValueError``,
-        ``TypeError``: ``step`` is negative or no whole number.
+        Returns a handle if the save continues in the background. Returns ``None`` if the save is
+        complete, and at steps that are not multiples of ``every`` (unless ``force`` is true).
+        Raises ``CheckpointError`` as ``fsdpc.checkpoint.save`` does, and if the previous save has
+        failed in the background. If the text has "naming checkpoint ... the latest", the checkpoint
+        is complete, and only the file ``latest`` could not be written. Raises ``ValueError`` if
+        ``step`` is negative, and ``TypeError`` if ``step`` is no whole number.
         """
         step = _steps.number_of(step)
         if not force and self.every is not None and step % self.every:
@@ -167,7 +172,7 @@ class Checkpointer:
         return None
 
     def wait(self) -> None:
-        """Wait for the save in the background; its error is raised. Local."""
+        """Wait for the save in the background, and raise its error if the save failed. Local."""
         _background.finish_running()
 
     def resume(
@@ -182,12 +187,14 @@ class Checkpointer:
         strict: bool = True,
         verify: Verify = "before",
     ) -> Loaded | None:
-        """Load the newest complete checkpoint; ``None`` without one. Collective. ``step``: go back
-        to this one, which is the newest from then on, also for a later ``resume``.
+        """Load the newest complete checkpoint; return ``None`` if there is none. Collective. If
+        ``step`` is given, load the checkpoint of this step instead: the run goes back to the step,
+        whose checkpoint is the newest from then on, also for a later ``resume``.
 
-        Leftovers of saves that were killed are removed first. ``CheckpointError``: the checkpoint
-        is damaged, and no other one is loaded instead; which one is the newest is not known, since
-        the ``fsdpc.json`` of some is damaged or missing; there is no such ``step``.
+        Leftovers of saves that were killed are removed first. Raises ``CheckpointError`` if the
+        checkpoint is damaged (no other is loaded instead), if it is not known which checkpoint
+        is the newest because some ``fsdpc.json`` is damaged or missing, or if there is no
+        checkpoint of ``step``.
         """
         ranks = ranks_of(self._group)
         with ranks.together():
@@ -223,15 +230,16 @@ class Checkpointer:
             return loaded
 
     def latest(self) -> AnyPath | None:
-        """The newest complete checkpoint: the one that was published last. Local.
-        ``CheckpointError``: the newest one is not known, see ``resume``.
+        """Return the folder of the newest complete checkpoint, which is the one that was published
+        last, or ``None`` if there is none. Local. Raises ``CheckpointError`` if it is not known
+        which checkpoint is the newest; see ``resume``.
         """
         newest = self._newest(_steps.read_steps(self.directory))
         return None if newest is None else self.path(newest)
 
     def best(self) -> AnyPath | None:
-        """The complete checkpoint with the best metric; ``None``: there is none. Local.
-        ``ValueError``: without ``best=``.
+        """Return the folder of the complete checkpoint with the best metric, or ``None`` if there
+        is none. Local. Raises ``ValueError`` if ``best=`` is not given.
         """
         if self._best is None:
             raise ValueError("best= is not given, so no metric is the best")
@@ -239,18 +247,22 @@ class Checkpointer:
         return self.path(ranked[0]) if ranked else None
 
     def _ranked(self, live: list[int]) -> list[int]:
-        """Steps with a metric, the best first; where metrics are equal, the latest step first."""
+        """Return the steps with a metric, the best first; of equal metrics, the latest first."""
         sign = 1.0 if self._best == "min" else -1.0
         metrics = _steps.read_metrics(self.directory, live)
         return sorted(metrics, key=lambda step: (sign * metrics[step], -step))
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, ascending, also those that are abandoned. Local."""
+        """Return the steps with a complete checkpoint, also abandoned ones, in ascending order.
+        Local.
+        """
         found = _steps.read_steps(self.directory)
         return sorted(found.live + found.abandoned)
 
     def abandoned(self) -> list[int]:
-        """Steps that the run has gone back behind, ascending. Local."""
+        """Return the abandoned steps in ascending order: those later than a step to which the run
+        has gone back. Local.
+        """
         return sorted(_steps.read_steps(self.directory).abandoned)
 
     def _look(self, step: int | None) -> int | None:
@@ -258,7 +270,7 @@ class Checkpointer:
         found = _steps.read_steps(self.directory)
         complete = sorted(found.live + found.abandoned)
         if step is not None:
-            if step not in complete + found.damaged:  # the load says what is damaged
+            if step not in complete + found.damaged:  # loading a damaged step tells what is damaged
                 raise CheckpointError(f"no complete checkpoint of step {step}, only of {complete}")
             return step
         newest = self._newest(found)
@@ -322,7 +334,7 @@ class Checkpointer:
     def _remove(self, folder: AnyPath) -> None:
         try:
             folder.remove()
-        except Exception as error:  # the new checkpoint is there all the same
+        except Exception as error:  # the new checkpoint is complete anyway
             logging.getLogger("fsdpc").warning(f"{folder} cannot be removed: {error}")
 
     def _clean(self) -> None:

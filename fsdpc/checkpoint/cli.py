@@ -1,6 +1,7 @@
 """The command ``checkpoint``: verify, inspect, diff and convert, without a model or a GPU.
 
-Exit codes: 0 good, 1 damaged or different, 2 not a checkpoint or an unusable argument.
+The exit code is 0 if all is good, 1 if something is damaged or different, and 2 if a folder is not
+a checkpoint or an argument cannot be used.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ _COMMANDS = {"verify": _verify, "inspect": _inspect, "diff": _diff, "convert": _
 
 
 def main() -> int:
-    """The command alone: ``python -m fsdpc.checkpoint``."""
+    """Run the command from ``python -m fsdpc.checkpoint``, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m fsdpc.checkpoint")
     add_arguments(parser)
     return run(parser.parse_args())

@@ -1,7 +1,8 @@
-"""Conversion from and to other files: one tensor is in memory at a time, but to DCP all are.
+"""Conversion from and to other formats.
 
-A ``torch.save`` file is read with ``weights_only=True`` and mapped, not loaded. Folders of torch's
-distributed checkpoints (DCP) go through torch's own library.
+Only one tensor is in memory at a time, except in a conversion to torch's distributed checkpoints
+(DCP), which has all tensors in memory. A ``torch.save`` file is read with ``weights_only=True`` and
+mapped, not loaded. Folders of DCP are read and written by torch's own library.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ Fetch = Callable[[str], torch.Tensor]
 
 @dataclass
 class _Set:
-    """Tensors by name, without values, and ``fetch``, which reads a tensor's values."""
+    """A set of tensors: their entries, which have no values, and ``fetch``, which reads the values
+    of the tensor of a name.
+    """
 
     name: str
     folder: str
@@ -64,14 +67,18 @@ def convert(
     prefix: str = "",
     values: bool = False,
 ) -> list[str]:
-    """Convert ``source`` to the new folder ``target``. ``dtype``: of the model's floats. ``to``:
-    ``"safetensors"`` or ``"dcp"``, which holds the whole model in memory. ``prefix``: from a DCP
-    folder or a ``torch.save`` file, take only the names that begin with it, and cut it off.
-    ``values``: write what codes stand for. Returns the source's names and files left out.
+    """Convert ``source`` to the new folder ``target``.
 
-    ``CheckpointError``: a damaged source, or a DCP folder whose index has other classes than
-    torch's, without ``trust_pickle``; codes of which the source does not say how they were made.
-    ``ValueError``: a wrong ``dtype`` or ``prefix``. ``FileExistsError``: ``target`` exists.
+    ``dtype`` is the dtype for the model's floats. ``to`` is ``"safetensors"``, or ``"dcp"``, which
+    needs memory for the whole model. ``prefix`` takes from a DCP folder or a ``torch.save`` file
+    only the names that begin with ``prefix``, and cuts off the prefix. ``values`` writes
+    dequantized values instead of quantized weights. Returns the names and files of the source that
+    were left out.
+
+    Raises ``CheckpointError`` if the source is damaged, if the index of a DCP folder has other
+    classes than torch's and ``trust_pickle`` is false, or if ``values`` is true and the source does
+    not say how its weights were quantized. Raises ``ValueError`` if ``dtype`` or ``prefix`` is
+    wrong, and ``FileExistsError`` if ``target`` exists.
     """
     cast = None if dtype is None else getattr(torch, _DTYPES.get(dtype, dtype), None)
     if dtype is not None and not (isinstance(cast, torch.dtype) and can_cast(cast)):
@@ -105,13 +112,17 @@ def convert(
 
 
 def _made(found: Opened | TorchFiles, step: int | None) -> _manifest.Manifest:
-    """A new manifest, which leaves open how codes were made if the source does not say it."""
+    """Return a new manifest. Its ``codings``, which say how weights were quantized, are None if the
+    source does not say this.
+    """
     known = found.manifest is not None and found.manifest.codings is not None
     return _manifest.Manifest(step, codings={} if known else None)
 
 
 def _decode(found: Opened | TorchFiles, model: _Set) -> None:
-    """Put values for codes into the model's set. ``CheckpointError``: codes damaged or unknown."""
+    """Replace quantized entries of the model's set by entries of dequantized values. Raises
+    ``CheckpointError`` if codes are damaged, or if it is not known how they were made.
+    """
     known = found.manifest is not None and found.manifest.codings is not None
     for at, entry in enumerate(model.entries):
         if entry.coding is not None:
@@ -147,7 +158,7 @@ def _read_codes(file: StoredFile, place: Place) -> Callable[[int, int], torch.Te
 def _dcp_state(
     found: Opened | TorchFiles, sets: list[_Set], cast: torch.dtype | None
 ) -> dict[str, Any]:
-    """The dict that ``save(format="dcp")`` would write."""
+    """Return the dict that ``save(format="dcp")`` would write."""
     tensors = {each.name: {e.name: _fetched(each, e, cast) for e in each.entries} for each in sets}
     if cast is not None:
         exact = {entry.name for each in sets for entry in each.entries if entry.exact}
@@ -222,7 +233,7 @@ def _write_set(
 
 
 def _from_safetensors(found: Opened) -> tuple[list[_Set], dict[str, bytes], int | None]:
-    """The sets, the small files to keep, and the step."""
+    """Return the sets, the small files to copy, and the step."""
     sets = _sets(found)
     if found.manifest is None:
         return sets, _small({}, None), None
@@ -235,8 +246,9 @@ def _from_safetensors(found: Opened) -> tuple[list[_Set], dict[str, bytes], int 
 
 
 def _from_torch(found: TorchFiles) -> tuple[list[_Set], dict[str, bytes], list[str]]:
-    """The sets, the small files, and what is left out: states of parameters that have numbers or
-    are not the model's, and values that are not plain.
+    """Return the sets, the small files, and the names of what is left out: an optimizer state whose
+    parameters have numbers instead of names, states of parameters that the model does not have, and
+    values that are not plain.
     """
     if found.optimizer is not None and not found.numbered:
         found.leave_other_states()
@@ -290,7 +302,7 @@ def _outline(place: Any) -> Entry:
 
 
 def _keep_codes(entries: list[Entry]) -> None:
-    """Convert neither codes of bitsandbytes nor what stands beside them."""
+    """Mark the codes of bitsandbytes and their scales as exact, so that no cast changes them."""
     ends = tuple(f".{name}" for name in SCALES)
     names = {entry.name for entry in entries}
     for entry in entries:

@@ -1,7 +1,8 @@
 """Folders of torch's distributed checkpoints (DCP), read by torch's own reader, tensor by tensor.
 
-The index of such a folder is a pickle. Only the classes that torch puts into one are unpickled, and
-only their instances get attributes, so that nothing of the folder runs or changes a class.
+The index of such a folder is a pickle. Only the classes that torch puts into an index are
+unpickled, and only their instances get attributes, so that the pickle cannot run code or change a
+class.
 """
 
 from __future__ import annotations
@@ -35,21 +36,24 @@ from fsdpc._torch import dcp_index_classes
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.held import Root
 
-INDEX = ".metadata"  # torch writes it last
-KEYS = "fsdpc.keys"  # a key of the saved dict, under which is what ``keys_of`` has found
-_INDEX_BYTES = 1 << 30  # enough for several million parts
+INDEX = ".metadata"  # torch writes this file last
+KEYS = "fsdpc.keys"  # the key of the saved dict under which the result of ``keys_of`` is saved
+_INDEX_BYTES = 1 << 30  # a larger index is refused; this is enough for several million chunks
 _KEPT_BYTES = 256 << 20
 _PLAIN = (str, int, float, bool, type(None))
 
 
 class TextKeys(dict[Any, Any]):
-    """A dict whose keys may have been other than texts: DCP writes all keys as texts."""
+    """A dict with keys that perhaps were not strings before the save: DCP writes every key as a
+    string.
+    """
 
 
 @dataclass
 class Stored:
-    """A tensor in a file of torch's. ``read(first, target)`` fills ``target``, which is 1-D, with
-    elements of the whole tensor from ``first`` on, row-major, cast to the target's dtype.
+    """A tensor in a file that torch wrote. ``read(first, target)`` fills the 1-D ``target`` with
+    elements of the whole tensor, in row-major order from element ``first`` on, cast to the dtype of
+    ``target``.
     """
 
     dtype: torch.dtype
@@ -59,20 +63,20 @@ class Stored:
 
 @dataclass
 class Pickled:
-    """A value that is no tensor, read (without running code) when it is asked for."""
+    """A value that is not a tensor. ``get`` reads the value, without running code of the file."""
 
     get: Callable[[], Any]
 
 
 class _Kept(threading.local):
-    """Parts of the tensor that this thread reads, the newest last."""
+    """A cache of chunks of the tensor that this thread is reading, the newest chunk last."""
 
     def __init__(self) -> None:
         self.name = ""
         self.parts: dict[int, torch.Tensor] = {}
 
     def room(self, nbytes: int) -> None:
-        """Forget the oldest parts until there is room."""
+        """Drop the oldest chunks until there is room for ``nbytes`` more bytes."""
         used = sum(part.nbytes for part in self.parts.values())
         for number in list(self.parts):
             if used + nbytes > _KEPT_BYTES:
@@ -80,9 +84,10 @@ class _Kept(threading.local):
 
 
 class Folder:
-    """The values of a DCP folder. Local. ``trust``: unpickle any class.
+    """The values of a DCP folder. Local. ``trust`` allows the index to contain any class.
 
-    ``CheckpointError``: the index is damaged, has other classes, or files do not fit it.
+    Raises ``CheckpointError`` if the index is damaged or contains classes that torch does not put
+    into an index, or if the files do not match the index.
     """
 
     def __init__(self, path: Path, trust: bool = False) -> None:
@@ -97,7 +102,7 @@ class Folder:
             self._check_files(metadata.storage_data)
         except CheckpointError:
             raise
-        except Exception as error:  # values of any type may stand where torch has others
+        except Exception as error:  # a damaged index may have values of any type
             raise CheckpointError(
                 f"{path / INDEX} is damaged: {type(error).__name__}: {error}"
             ) from error
@@ -107,7 +112,7 @@ class Folder:
         self._kept = _Kept()
 
     def tree(self) -> dict[str, Any]:
-        """The saved dict, with ``Stored`` and ``Pickled`` for its values."""
+        """Return the saved dict, with ``Stored`` and ``Pickled`` objects in place of its values."""
         root: dict[Any, Any] = {}
         for name, form in self._stored.items():
             *parents, last = self._paths.get(name, (name,))
@@ -118,7 +123,7 @@ class Folder:
         if isinstance(root.get(KEYS), Pickled):
             try:
                 keys = {path: (own, counts) for path, own, counts in root.pop(KEYS).get()}
-                for path in keys:  # DCP writes nothing of an empty dict
+                for path in keys:  # DCP does not write empty dicts
                     place = root
                     for key in path:
                         place = place.setdefault(key, {})
@@ -152,8 +157,9 @@ class Folder:
             self._read(name, LoadPlan(direct), plan)
 
     def _chunk(self, name: str, number: int) -> torch.Tensor:
-        """A whole part of a tensor. Torch reads no less than a part, so the part is kept: a rank
-        that shards by columns asks for a piece in each row.
+        """Return a whole chunk of a tensor, and keep the chunk in a cache. Torch's reader always
+        reads a whole chunk. A rank that has some columns of a matrix needs a few elements of each
+        row. Without the cache it would read the chunk once per row.
         """
         form, kept = self._stored[name], self._kept
         assert form is not None
@@ -177,7 +183,7 @@ class Folder:
     def _read(self, name: str, plan: LoadPlan, planner: LoadPlanner) -> None:
         try:
             self._reader.read_data(self._reader.prepare_local_plan(plan), planner).wait()
-        except Exception as error:  # torch's reader raises whatever a damaged file leads it to
+        except Exception as error:  # a damaged file can make torch's reader raise anything
             raise CheckpointError(
                 f"{self.path}: {name!r} cannot be read: {type(error).__name__}: {error}"
             ) from error
@@ -203,7 +209,9 @@ class Folder:
         return found
 
     def _check_files(self, places: Any) -> None:
-        """``CheckpointError``: a part of a tensor is missing, or its file is, or is too short."""
+        """Check that no chunk of a tensor is missing, and that no file is missing or too short.
+        Raises ``CheckpointError`` otherwise.
+        """
         sizes: dict[str, int] = {}
         for name, form in self._stored.items():
             if form is None:
@@ -227,7 +235,7 @@ class Folder:
                     )
 
     def _size(self, file: str) -> int:
-        # An object of another class could compare as it likes, so only a str is compared.
+        # An object of another class could define its own ``==``, so only a str is accepted.
         if type(file) is not str or file != os.path.basename(file) or file in ("", ".", ".."):
             raise CheckpointError(
                 f"{self.path / INDEX} names the file {file!r}, which is not in its folder"
@@ -236,7 +244,9 @@ class Folder:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's own unpickler, not that in C: single operations of a pickle can be refused."""
+    """The unpickler that is written in Python: unlike the one in C, this class lets a subclass
+    refuse single opcodes of a pickle.
+    """
 
     dispatch = dict(pickle._Unpickler.dispatch)
 
@@ -251,13 +261,14 @@ class _Unpickler(pickle._Unpickler):
         return found
 
     def load_build(self) -> None:
-        """Set attributes, but only of new objects of torch's index: those of a class or a function
-        would stay, and could change what the checks of names and places say.
+        """Set attributes, but only of instances of the classes of torch's index. Attributes of a
+        class or a function would remain after the load, and could change the results of the checks
+        of names and places.
         """
         state, target = self.stack[-1], self.stack[-2]
         if not dataclasses.is_dataclass(target) or isinstance(target, type):
             raise _foreign(f"attributes for {target!r:.60}")
-        if isinstance(state, tuple) and len(state) == 2:  # each would be set, even __class__
+        if isinstance(state, tuple) and len(state) == 2:  # pickle would set even __class__
             raise _foreign(f"attributes in two parts for a {type(target).__name__}")
         pickle._Unpickler.load_build(self)
 
@@ -265,7 +276,9 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _member_of(kind: Any, name: Any) -> enum.Enum:
-    """For ``getattr``, by which the first releases of Python 3.11 pickle a member of an Enum."""
+    """Return a member of an Enum, in place of ``getattr``: the first releases of Python 3.11 pickle
+    a member as a call of ``getattr``.
+    """
     if not (isinstance(kind, enum.EnumMeta) and type(name) is str and name in kind.__members__):
         raise _foreign(f"builtins.getattr of {kind!r:.60}")
     return kind.__members__[name]
@@ -279,13 +292,15 @@ def _foreign(what: str) -> CheckpointError:
 
 
 def _without_doubles(form: TensorStorageMetadata) -> TensorStorageMetadata:
-    """The tensor's form, in which parts that several ranks have written are listed once."""
+    """Return the tensor's metadata, with chunks that several ranks have written listed once."""
     chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)): chunk for chunk in form.chunks}
     return TensorStorageMetadata(form.properties, form.size, list(chunks.values()))
 
 
 def _gap(shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> str:
-    """Why the parts are not the whole tensor with each element once; empty: they are."""
+    """Return why the chunks do not cover each element of the tensor exactly once, or an empty text
+    if they do.
+    """
     boxes = sorted((tuple(c.offsets), tuple(c.sizes)) for c in chunks if math.prod(c.sizes))
     held, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
     if held != whole:
@@ -296,7 +311,8 @@ def _gap(shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> str:
         if not all(0 <= begin[d] < end[d] <= shape[d] for d in dims):
             return f"have one at {begin} that ends at {end}, outside of the tensor"
     cut = [d for d in dims if any(sizes[d] != shape[d] for _, sizes in boxes)]
-    for i, (_, sizes) in enumerate(boxes):  # sorted, so that along one dimension neighbours suffice
+    # If only one dimension is cut, only neighbours in the sorted list can overlap.
+    for i, (_, sizes) in enumerate(boxes):
         for j in range(i + 1, min(len(boxes), i + 2) if len(cut) == 1 else len(boxes)):
             other = boxes[j][0]
             if all(other[d] < ends[i][d] and boxes[i][0][d] < ends[j][d] for d in dims):
@@ -308,8 +324,9 @@ _Keys = dict[tuple[Any, ...], tuple[tuple[Any, ...], bool]]
 
 
 def _shaped(tree: Any, keys: _Keys | None, path: tuple[Any, ...] = ()) -> Any:
-    """The tree with lists for dicts with the keys 0, 1, ... (so torch keeps lists), and with the
-    keys that the saved dicts had, if ``keys`` has them.
+    """Return the tree in its form before the save. A dict whose path is in ``keys`` gets its
+    original keys. A dict whose keys are 0, 1, ... becomes a list, because torch's reader returns a
+    saved list as such a dict.
     """
     if not isinstance(tree, dict):
         return tree
@@ -324,7 +341,7 @@ def _shaped(tree: Any, keys: _Keys | None, path: tuple[Any, ...] = ()) -> Any:
 
 
 def _may_be_other(key: Any) -> bool:
-    """True if the key was perhaps no text before DCP wrote it."""
+    """Return True if the key perhaps was not a string before the save."""
     if not isinstance(key, str) or key[:1] == "(" or key in ("None", "True", "False"):
         return True
     try:
@@ -335,9 +352,11 @@ def _may_be_other(key: Any) -> bool:
 
 
 def keys_of(tree: Any, path: tuple[Any, ...] = ()) -> tuple[Any, ...]:
-    """What DCP would lose of a dict, as it writes every key as a text and nothing of empty dicts:
-    for each dict in it with other keys or none, the path (as DCP writes it), the keys, and whether
-    the dict is a Counter. ``TypeError``: a key that is no plain value.
+    """Return what DCP would lose of the dicts in ``tree``: DCP writes every key as a string and
+    does not write empty dicts. The result has a row for each dict that is empty or has a key that
+    is not a string: the path of the dict (as DCP writes the path), the dict's keys, and whether the
+    dict is a Counter. Raises ``TypeError`` if a key is neither a plain value nor a tuple of plain
+    values.
     """
     if isinstance(tree, list):
         return tuple(row for i, value in enumerate(tree) for row in keys_of(value, (*path, i)))
@@ -359,7 +378,7 @@ def keys_of(tree: Any, path: tuple[Any, ...] = ()) -> tuple[Any, ...]:
 
 
 class _Planner(LoadPlanner):
-    """A planner for one rank alone."""
+    """A planner for torch's reader that plans a load on a single rank."""
 
     def set_up_planner(self, *arguments: Any, **options: Any) -> None:
         pass
@@ -383,7 +402,9 @@ class _Planner(LoadPlanner):
 def _blocks(
     shape: tuple[int, ...], first: int, target: torch.Tensor
 ) -> tuple[list[ChunkStorageMetadata], list[torch.Tensor]]:
-    """The blocks of which a run of elements consists, and their parts of the 1-D ``target``."""
+    """Return the blocks of a tensor that together have the elements from ``first`` on, as many as
+    the 1-D ``target`` has. Return also the part of ``target`` for each block.
+    """
     blocks, targets, at = [], [], 0
     for offsets, sizes in blocks_of(shape, first, len(target)):
         count = math.prod(sizes)
@@ -422,7 +443,7 @@ def _part(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) 
 
 
 class _Value(_Planner):
-    """A planner that reads a value that is no tensor."""
+    """A planner that reads one value that is not a tensor."""
 
     def __init__(self, name: str) -> None:
         self._index, self.value = MetadataIndex(name), None

@@ -1,7 +1,8 @@
-"""Codes as the values that they stand for, decoded a part at a time while they are written.
+"""Dequantization of weights, a part at a time, while a checkpoint is written.
 
-The scales of a row of codes lie behind the codes. If several ranks have parts of a row, the rank
-with its first byte gets the other parts and decodes the row.
+A quantized weight is a matrix of bytes, here called codes; the scales of each row are stored behind
+the row's codes. If several ranks have parts of a row, the rank that has the first byte of the row
+receives the other parts and decodes the row.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from fsdpc.checkpoint.entries import Coding, Entry
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.lowbit import CODECS, decode_rows
 
-Pieces = tuple[np.ndarray, np.ndarray]  # each one's entry, row, first byte, length; all bytes
+# A table with a row (entry, row, first byte, length) for each piece, and the bytes of all pieces.
+Pieces = tuple[np.ndarray, np.ndarray]
 _Rest = dict[tuple[int, int], list[tuple[int, np.ndarray]]]
 
 
 class Rows:
-    """See ``entries.Decoder``. ``read_codes(first, last)``: reads rows of codes, on any device."""
+    """An ``entries.Decoder`` of quantized rows. ``read_codes(first, last)`` returns the rows of
+    codes from ``first`` to ``last`` (exclusive), on any device.
+    """
 
     def __init__(self, coding: Coding) -> None:
         self._coding, self._count = coding, 0
@@ -34,7 +38,7 @@ class Rows:
         self._runs: list[Callable[[int, int], Tensor]] = []
 
     def add(self, rows: int, read_codes: Callable[[int, int], Tensor]) -> int:
-        """Add rows. Returns the place of their first value."""
+        """Add rows, and return the position of their first value among all values."""
         begin = self._count
         self._begins.append(begin)
         self._runs.append(read_codes)
@@ -52,8 +56,9 @@ class Rows:
 
 
 def cut_rows(entries: Sequence[Entry]) -> Pieces:
-    """What this rank has of rows that begin on another rank. Local. ``TypeError``: codes are cut
-    between columns, so that every row would be one of these; codes of bitsandbytes.
+    """Return this rank's parts of rows that begin on another rank. Local. Raises ``TypeError`` for
+    codes of bitsandbytes, and for a tensor of codes that is sharded by columns, because every row
+    is then spread over ranks.
     """
     table, pieces = [], [np.empty(0, np.uint8)]
     for index, entry in enumerate(entries):
@@ -85,7 +90,9 @@ def _refuse_unknown(entry: Entry) -> None:
 
 
 def decoded(entries: Sequence[Entry], received: Sequence[Pieces]) -> list[Entry]:
-    """The entries with values for codes. ``received``: every rank's ``cut_rows``. Local."""
+    """Return the entries, with dequantized entries in place of quantized ones. ``received`` has the
+    result of ``cut_rows`` of every rank. Local.
+    """
     rest: _Rest = defaultdict(list)
     for table, raw in received:
         at = 0
@@ -134,7 +141,7 @@ def _whole(entry: Entry, head: Tensor, size: int, pieces: list[tuple[int, np.nda
 
 
 def values_entry(entry: Entry, rows: Rows, spans: np.ndarray) -> Entry:
-    """The entry of the same tensor as values, which ``rows`` decodes. Local."""
+    """Return the entry of the dequantized tensor, whose values ``rows`` decodes. Local."""
     assert entry.coding is not None
     dtype = entry.coding.dtype
     return dataclasses.replace(
@@ -151,8 +158,9 @@ def values_entry(entry: Entry, rows: Rows, spans: np.ndarray) -> Entry:
 
 
 def stored_values(entry: Entry, read_codes: Callable[[int, int], Tensor]) -> Entry:
-    """The values of codes in a file, of which ``read_codes`` reads rows. ``CheckpointError``: the
-    codes are unknown here, or not what the manifest says.
+    """Return the dequantized entry of a tensor of codes in a file; ``read_codes`` reads rows of the
+    codes. Raises ``CheckpointError`` if this version of fsdpc does not have the codec, or if the
+    codes have another dtype or shape than the manifest says.
     """
     coding = entry.coding
     assert coding is not None

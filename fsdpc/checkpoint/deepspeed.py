@@ -1,8 +1,10 @@
-"""Universal checkpoints of DeepSpeed (``ds_to_universal``): ``zero/<parameter>/`` with files of
-``torch.save`` for the fp32 value (``fp32.pt``), the step and each state.
+"""Reading of DeepSpeed's universal checkpoints (``ds_to_universal``).
 
-Stages 1 and 2 write ``{"param": tensor}``, stage 3 tensors without shapes and no step: these come
-from the files of model states and of the optimizer's state, if no DeepSpeed objects are in them.
+A folder ``zero/<parameter>/`` has files of ``torch.save`` for the fp32 value (``fp32.pt``), the
+step and each optimizer state. ZeRO stages 1 and 2 write ``{"param": tensor}``. Stage 3 writes flat
+tensors without their shapes, and does not write the step. The shapes are then read from a file of
+model states, and the step from the file of the optimizer's state, if these files have no objects of
+DeepSpeed's classes.
 """
 
 from __future__ import annotations
@@ -20,20 +22,22 @@ from fsdpc.checkpoint.held import Root
 
 _FOLDER, _VALUE, _STEP, _END = "zero", "fp32", "step", ".pt"
 _OPTIMIZER = f"{_FOLDER}/optimizer_state{_END}"
-_OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum")  # torch's words
+_OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum")  # as torch names them
 _OF_RANKS = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt")
 _OF_MODEL = re.compile(r".*_model_states\.pt")
 Read = Callable[[str], Any]
 
 
 def universal_tree(root: Root, read: Read) -> dict[str, Any] | None:
-    """A dict of the model and its optimizer, whose other keys say what was left out; None: the
-    folder is no such checkpoint. ``read`` gives the content of a file of the root.
+    """Return a dict with "model" and, if there are states, "optimizer"; or None if the folder is no
+    universal checkpoint. All other keys of the dict name what was left out. ``read`` returns the
+    content of a file.
 
-    ``CheckpointError``: the folder has parts of ranks, or a value has no shape.
+    Raises ``CheckpointError`` if the folder has the files of ZeRO's ranks instead of a universal
+    checkpoint, or if the shape of a value is not known.
     """
     here = os.listdir(root.folder.fd)
-    if not root.exists(f"{_FOLDER}/."):  # no folder: nothing, or a file
+    if not root.exists(f"{_FOLDER}/."):  # the folder does not exist, or is a file
         if any(map(_OF_RANKS.fullmatch, here)):
             raise CheckpointError(
                 f"{root.path} has the parts of ranks of DeepSpeed's ZeRO, which pickle its objects "
@@ -53,7 +57,7 @@ def universal_tree(root: Root, read: Read) -> dict[str, Any] | None:
     if any(isinstance(own[_VALUE], torch.Tensor) for own in states.values()):  # stage 3
         shapes = _shapes(_safely(read, files[0], left)) if files else {}
         _complete(root, states, shapes, common, left)
-    elif len(files) == 1:  # several: parts of tensor parallelism
+    elif len(files) == 1:  # several files are shards of tensor parallelism
         beside = _safely(read, files[0], left).get("module") or {}
     for name, own in states.items():
         for key, value in own.items():
@@ -68,7 +72,9 @@ def universal_tree(root: Root, read: Read) -> dict[str, Any] | None:
 
 
 def _add(model: dict[str, Any], beside: dict[str, torch.Tensor]) -> None:
-    """Add the model's other tensors: buffers, frozen ones, and tied ones (with the fp32 value)."""
+    """Add the model's other tensors: buffers, frozen parameters, and tied parameters (with the fp32
+    value of the parameter to which they are tied).
+    """
     first = {_memory(beside[name]): value for name, value in model.items() if name in beside}
     for name, value in beside.items():
         model.setdefault(name, first.get(_memory(value), value) if value.numel() else value)
@@ -89,7 +95,7 @@ def _entries(root: Root, folder: str) -> list[str]:
 
 
 def _files(root: Root, name: str) -> dict[str, str]:
-    """A parameter's files by state."""
+    """Return the paths of a parameter's files, by the names of the states."""
     folder = f"{_FOLDER}/{name}"
     try:
         files = _entries(root, folder)
@@ -99,7 +105,9 @@ def _files(root: Root, name: str) -> dict[str, str]:
 
 
 def _safely(read: Read, path: str, left: dict[str, Any]) -> dict[Any, Any]:
-    """A file's dict; empty where it holds other objects than torch reads without running code."""
+    """Return the dict in a file, or an empty dict if torch cannot read the file without running
+    code from the file.
+    """
     try:
         found = read(path)
     except CheckpointError as error:
@@ -121,7 +129,10 @@ def _complete(
     common: dict[Any, Any],
     left: dict[str, Any],
 ) -> None:
-    """Stage 3: give values their shapes and states their step; leave out states without a step."""
+    """Complete ``states``, which come from a checkpoint of stage 3: give the flat tensors their
+    shapes, and add the step to each parameter's states. Leave out the states of parameters whose
+    step is not known.
+    """
     step = _step_of(common)
     for name, own in states.items():
         for key, value in own.items():
@@ -141,7 +152,7 @@ def _complete(
 
 
 def _step_of(common: dict[Any, Any]) -> Any:
-    """The step that all parameters have; None: there is none, or steps differ."""
+    """Return the step if all parameters have the same step, else None."""
     inner = common.get("optimizer_state_dict")
     states = inner.get("state") if isinstance(inner, dict) else None
     steps = [s.get(_STEP) for s in states.values() if type(s) is dict] if states else []
@@ -149,7 +160,9 @@ def _step_of(common: dict[Any, Any]) -> Any:
 
 
 def _group(common: dict[Any, Any], names: list[str], left: dict[str, Any]) -> dict[str, Any]:
-    """The options that all groups have alike: no file says which parameters were in which group."""
+    """Return one parameter group, with the options that are equal in all groups, because no file
+    says which parameters were in which group.
+    """
     groups = [group for group in common.get("param_groups") or [{}] if isinstance(group, dict)]
     keys = dict.fromkeys(key for group in groups for key in group if key != "params")
     kept = {

@@ -1,7 +1,7 @@
-"""Digests of tensors put together from those of the ranks' parts.
+"""Digests of tensors, combined from the digests of the parts that the ranks wrote.
 
-CRC-32C of parts combine to that of the whole, so that the digests of a tensor and of its blocks do
-not depend on how many ranks wrote it.
+The CRC-32C of a tensor can be computed from the CRC-32C of its parts. So the digests of a tensor
+and of its blocks do not depend on the number of ranks that wrote the tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsdpc.checkpoint.layout import BLOCK_BYTES, Place
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """CRC-32C of a tensor's bytes and of each of its blocks."""
+    """The CRC-32C of a tensor's bytes, and of each block of the tensor."""
 
     whole: int
     blocks: tuple[int, ...]
@@ -26,21 +26,24 @@ class Digest:
 
 @dataclass
 class Digests:
-    """The digests of several tensors, in arrays: an object for each would slow down a save."""
+    """The digests of several tensors in arrays; one object per tensor would slow down a save."""
 
     wholes: np.ndarray
-    blocks: np.ndarray  # the blocks of all tensors, one tensor after the other
+    blocks: np.ndarray  # the digests of the blocks of all tensors, one tensor after the other
     counts: np.ndarray  # how many blocks each tensor has
 
     def __iter__(self) -> Iterator[Digest]:
-        """One object for each tensor."""
+        """Yield a ``Digest`` for each tensor."""
         blocks, at = self.blocks.tolist(), 0
         for whole, count in zip(self.wholes.tolist(), self.counts.tolist(), strict=True):
-            yield Digest(whole, tuple(blocks[at : at + count]) or (whole,))  # no bytes: no blocks
+            # An empty tensor has no blocks, and the digest of the whole tensor stands in for them.
+            yield Digest(whole, tuple(blocks[at : at + count]) or (whole,))
             at += count
 
     def texts(self) -> tuple[list[str], list[str]]:
-        """In hexadecimal: the digest of each whole tensor, and of its blocks if it has several."""
+        """Return two lists with a hexadecimal text per tensor: the digest of the whole tensor, and
+        the digests of its blocks (an empty text unless the tensor has several blocks).
+        """
         wholes, blocks = (each.astype(">u4").tobytes().hex() for each in (self.wholes, self.blocks))
         own, ends = [""] * len(self.counts), 8 * np.cumsum(self.counts)
         for number in np.flatnonzero(self.counts > 1).tolist():
@@ -53,9 +56,10 @@ def combine(
     parts: Sequence[tuple[np.ndarray, np.ndarray]],
     block_bytes: int = BLOCK_BYTES,
 ) -> Digests:
-    """The digests of the tensors. ``parts``: per rank, the rows of ``fragments`` and their digests.
+    """Return the digests of the tensors at ``places``. ``parts`` has for each rank the rows that
+    ``fragments`` returned for the rank, and the digest of the bytes of each row.
 
-    ``CheckpointError``: the parts do not cover a tensor exactly once.
+    Raises ``CheckpointError`` if the parts do not cover each byte of a tensor exactly once.
     """
     rows = np.concatenate([rows for rows, _ in parts])
     crcs = np.concatenate([crcs for _, crcs in parts])
@@ -71,7 +75,7 @@ def combine(
     starts = np.flatnonzero(begins % block_bytes == 0)
     blocks = _combined(crcs, lengths, np.diff(starts, append=len(begins)))
     per_tensor = -(-nbytes // block_bytes)
-    if (per_tensor == 1).all():  # each tensor has one block
+    if (per_tensor == 1).all():  # the only block of a tensor is the whole tensor
         return Digests(blocks, blocks, per_tensor)
     sizes = np.full(len(blocks), block_bytes, dtype=np.int64)
     ends, some = np.cumsum(per_tensor), per_tensor > 0
@@ -91,7 +95,7 @@ def _combined(crcs: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> np.n
 
 
 def combine_parts(crcs: np.ndarray, lengths: np.ndarray) -> int:
-    """The digest of parts that lie one behind the other."""
+    """Return the digest of all bytes of consecutive parts. ``crcs`` are the parts' digests."""
     return int(_combined(crcs, np.ascontiguousarray(lengths), np.array([len(crcs)]))[0])
 
 

@@ -1,4 +1,4 @@
-"""Which block of a DTensor a rank has, by the tensor's placements."""
+"""The block of a DTensor that a rank has, computed from the tensor's placements."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from fsdpc._torch import StridedShard
 def block_of(
     tensor: DTensor, what: str
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...], tuple[int, int]]:
-    """Offsets and sizes of a DTensor's block on this rank, and which replica it is: ``(k, n)``.
-    Offsets ``None``: this rank is not in the mesh. ``TypeError`` for placements other than
-    ``Replicate`` and ``Shard``; a ``Shard`` may also cut what later mesh dimensions have left
-    (tensor parallelism).
+    """Return the offsets and sizes of a DTensor's block on this rank, and ``(k, n)`` if this rank
+    has the ``k``-th of ``n`` replicas of the block. The offsets are ``None`` if this rank is not in
+    the mesh. Supports ``Replicate``, ``Shard``, and the strided shards of FSDP with tensor
+    parallelism, which shard the blocks of later mesh dimensions. Raises ``TypeError`` for other
+    placements.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -46,7 +47,7 @@ def block_of(
 
 
 def _cuts_last(tensor: DTensor, dimension: int) -> bool:
-    """Whether this mesh dimension cuts what all later ones have left."""
+    """Return whether this mesh dimension shards the blocks of all later mesh dimensions."""
     placement: Any = tensor.placements[dimension]
     if type(placement) is not StridedShard:
         return False

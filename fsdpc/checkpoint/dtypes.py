@@ -1,4 +1,4 @@
-"""torch's dtypes under the names of safetensors, and under the engine's."""
+"""Conversion between torch's dtypes, their names in safetensors and their numbers in the engine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ _NAMES: dict[torch.dtype, str] = {
     torch.float8_e8m0fnu: "F8_E8M0",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-# The engine's numbers, as in csrc/base/dtype.h.
+# The numbers that csrc/base/dtype.h gives to dtypes.
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _BYTES = 4
 
 
 def name_of(dtype: torch.dtype, what: str) -> str:
-    """The name in a header. ``TypeError``, naming ``what``: safetensors has no such type."""
+    """Return the name of a dtype in a header of safetensors. Raises ``TypeError``, which names
+    ``what``, if safetensors does not have the dtype.
+    """
     name = _NAMES.get(dtype)
     if name is None:
         raise TypeError(f"{what} has dtype {dtype}, which safetensors files cannot hold")
@@ -40,7 +42,9 @@ def name_of(dtype: torch.dtype, what: str) -> str:
 
 
 def dtype_of(name: str, what: str) -> torch.dtype:
-    """The dtype of a name in a header. ``TypeError``: fsdpc does not read such a type."""
+    """Return the dtype with this name in a header. Raises ``TypeError``, which names ``what``, if
+    fsdpc does not read the dtype.
+    """
     dtype = _DTYPES.get(name)
     if dtype is None:
         raise TypeError(f"{what} has dtype {name}, which fsdpc does not read")
@@ -48,13 +52,14 @@ def dtype_of(name: str, what: str) -> torch.dtype:
 
 
 def can_cast(dtype: torch.dtype) -> bool:
-    """True for the floats that the engine converts: of 16, 32 and 64 bits."""
+    """Return True for the dtypes that the engine converts: floats of 16, 32 and 64 bits."""
     return dtype in _CODES
 
 
 def codes(memory: torch.dtype, file: torch.dtype) -> tuple[int, int]:
-    """The types of a range in memory and in the file, as ``ckpt_write`` takes them: bytes where
-    they are equal. ``TypeError``: no conversion between them.
+    """Return the engine's numbers for the dtype ``memory`` and the dtype ``file``, as
+    ``ckpt_write`` takes them. If the two dtypes are equal, both numbers stand for plain bytes.
+    Raises ``TypeError`` if fsdpc does not convert between the two dtypes.
     """
     if memory == file:
         return _BYTES, _BYTES
@@ -64,5 +69,5 @@ def codes(memory: torch.dtype, file: torch.dtype) -> tuple[int, int]:
 
 
 def dtype_of_code(code: int) -> torch.dtype:
-    """The dtype of a float type, by the engine's number for it."""
+    """Return the float dtype that has this number in the engine."""
     return next(dtype for dtype, known in _CODES.items() if known == code)

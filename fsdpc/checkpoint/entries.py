@@ -1,7 +1,7 @@
 """Named tensors of a checkpoint, and the elements of each that this rank holds.
 
-An entry is the same on every rank (name, shape, dtype, place in the order); its spans are a rank's
-own, as a table (``fsdpc/_companions/spans.py``).
+The name, shape, dtype and position of an entry are the same on every rank. Its spans, a table of
+ranges of elements (``fsdpc/_companions/spans.py``), say which elements this rank has.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from torch import nn
 from fsdpc import _C
 from fsdpc._companions.spans import NO_SPANS, clip, count_of
 
-_CUT_BYTES = 1 << 20  # from this size on, replicas divide what they hold of a tensor
+_CUT_BYTES = 1 << 20  # from this size on, each replica of a tensor writes a part of it
 _PAGE = 4096
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How rows of ``row`` values, which had the dtype ``dtype``, were coded (``fsdpc.lowbit``)."""
+    """How a tensor was quantized (``fsdpc.lowbit``): by ``codec``, in rows of ``row`` values, which
+    had the dtype ``dtype`` before.
+    """
 
     codec: str
     row: int
@@ -32,20 +34,22 @@ class Coding:
 
 
 class Decoder(Protocol):
-    """Values that this rank computes, in the place of an entry's memory."""
+    """A source of values that this rank computes while it saves, in place of an entry's memory."""
 
     def read(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Values from the ``first`` on, 1-D, in host memory."""
+        """Return ``count`` values from number ``first`` on, as a 1-D tensor in host memory."""
 
 
 @dataclass
 class Entry:
-    """One tensor. ``memory``: this rank's, 1-D and contiguous, on any device; the spans lie in it.
+    """One tensor of a checkpoint. ``memory`` is this rank's memory of the tensor, 1-D and
+    contiguous, on any device; ``spans`` says which elements are where in ``memory``.
 
-    ``replica``: ``(k, n)`` if ``n`` ranks hold the same elements and this is the ``k``-th of them.
-    ``first_writes``: the replicas may differ (buffers), so that the first one's values are saved.
-    ``ranks``: the number of ranks among which ``spans`` and ``replica`` divide the tensor, 0 for
-    all; other ranks may hold the same elements, see ``settle``.
+    ``replica`` is ``(k, n)`` if ``n`` ranks have the same elements and this rank is the ``k``-th of
+    them. ``first_writes`` means that the first replica's values are saved, because the values of
+    the replicas may differ (as those of buffers may). ``ranks`` is the number of ranks among which
+    ``spans`` and ``replica`` divide the tensor, or 0 for all ranks. If ``ranks`` is smaller than
+    the world, ranks of other groups may have the same elements; see ``settle``.
     """
 
     name: str
@@ -55,25 +59,29 @@ class Entry:
     spans: np.ndarray = field(default_factory=lambda: NO_SPANS)
     replica: tuple[int, int] = (0, 1)
     first_writes: bool = False
-    home: torch.Tensor | None = None  # if set, ``memory`` is its copy, written back after a load
-    borrowed: np.ndarray = field(default_factory=lambda: NO_SPANS)  # read here; written elsewhere
-    steady: bool = True  # only optimizers write the values, no forward
-    on_host: bool = False  # even where CPU tensors count as memory of a simulated GPU
+    home: torch.Tensor | None = None  # if set, a load copies ``memory`` into this tensor
+    # Spans of elements that this rank reads but another rank writes.
+    borrowed: np.ndarray = field(default_factory=lambda: NO_SPANS)
+    steady: bool = True  # only optimizers write the values; the forward does not
+    # True if the engine can access ``memory`` directly although CPU tensors simulate a GPU.
+    on_host: bool = False
     ranks: int = 0
-    unit: Any = None  # whose flat parameter has the tensor as parameter ``number``
+    unit: Any = None  # the FSDP unit of which the tensor is parameter ``number``
     number: int = 0
-    frozen: bool = False  # requires no gradient: lies in files of such tensors alone
-    exact: bool = False  # codes, or their scales: never converted
+    frozen: bool = False  # requires no gradient; saved in files that have only frozen tensors
+    exact: bool = False  # codes or scales of quantized weights, which are never converted
     coding: Coding | None = None
-    decoder: Decoder | None = None  # then ``memory`` is empty, and spans are places in the values
+    # If set, it computes the values: ``memory`` is empty, and ``spans`` refer to decoded values.
+    decoder: Decoder | None = None
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     def own(self, index: int, *, reading: bool = False) -> np.ndarray:
-        """The spans that this rank writes, so that each element is written once; ``reading``: the
-        spans that it verifies. ``index``: the entry's place in the order, for an even division.
+        """Return the spans that this rank writes, such that the ranks together write each element
+        once; with ``reading``, the spans that this rank verifies. ``index`` is the position of the
+        entry, by which small tensors are distributed evenly over their replicas.
         """
         k, n = self.replica
         if n == 1:
@@ -90,9 +98,10 @@ class Entry:
 
 @dataclass
 class OptimParam:
-    """A parameter as an optimizer holds it, and the entries whose elements lie in it: spans of
-    their own, because a flat parameter covers several. ``check_cut`` raises if a state with one
-    element per element, by name, has no form in a checkpoint.
+    """A parameter of an optimizer. ``covers`` has the entries whose elements are in the parameter,
+    each with its spans in the parameter; a flat parameter covers several entries.
+    ``check_cut(key)`` raises if the state ``key``, which has one element per element of the
+    parameter, cannot be saved by parameter names.
     """
 
     param: nn.Parameter
@@ -105,7 +114,9 @@ class OptimParam:
 
 
 def parts_of_some(entries: Sequence[Entry], world: int) -> np.ndarray:
-    """This rank's part of each entry that fewer than ``world`` ranks divide, for ``settle``."""
+    """Return a table with one row for each entry that is divided among fewer than ``world`` ranks.
+    The row describes this rank's part of the entry. ``settle`` compares the rows of all ranks.
+    """
     rows = [
         (index, entry.replica[0], entry.spans[:, 2].sum(), _C.ckpt_crc32c(entry.spans.tobytes(), 0))
         for index, entry in enumerate(entries)
@@ -115,16 +126,17 @@ def parts_of_some(entries: Sequence[Entry], world: int) -> np.ndarray:
 
 
 def settle(entries: Sequence[Entry], received: Sequence[np.ndarray], rank: int) -> None:
-    """Count parts that groups of ranks beside each other hold alike (parameters on the data
-    parallel dimension of a mesh beside tensor parallelism) as replicas, of which the first writes.
-    ``received``: every rank's ``parts_of_some``. Local.
+    """If several groups of ranks have equal parts of an entry, treat these parts as replicas, and
+    let the first replica be written. This happens with tensor parallelism, for parameters that are
+    sharded only over the data-parallel dimension of the mesh. ``received`` has the result of
+    ``parts_of_some`` of every rank. Local.
     """
     table = np.concatenate(received)
     if len(table) == 0:
         return
     _, group, counts = np.unique(table, axis=0, return_inverse=True, return_counts=True)
     group = group.reshape(-1)
-    order = np.argsort(group, kind="stable")  # in each group by rank
+    order = np.argsort(group, kind="stable")  # group by group, in the order of the ranks
     nth = np.empty(len(table), dtype=np.int64)
     nth[order] = np.arange(len(table)) - np.repeat(np.cumsum(counts) - counts, counts)
     first = sum(len(rows) for rows in received[:rank])
@@ -137,14 +149,14 @@ def settle(entries: Sequence[Entry], received: Sequence[np.ndarray], rank: int) 
 
 
 def flat_and_home(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``flat``, and the tensor itself if ``flat`` is a copy."""
+    """Return ``flat(tensor)``, and the tensor itself if ``flat`` has made a copy, else None."""
     memory = flat(tensor)
     copied = memory.numel() > 0 and memory.data_ptr() != tensor.data_ptr()
     return memory, tensor.detach() if copied else None
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as a 1-D tensor; a copy where it is not contiguous."""
+    """Return the tensor's memory as a 1-D tensor, or a copy if the tensor is not contiguous."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()

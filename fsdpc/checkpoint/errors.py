@@ -1,4 +1,4 @@
-"""The error of checkpoints."""
+"""The exception that saves and loads of checkpoints raise."""
 
 from __future__ import annotations
 

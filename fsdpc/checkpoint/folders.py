@@ -1,7 +1,7 @@
-"""The folders of checkpoints: written under a temporary name, made durable, renamed as a whole.
+"""Folders of checkpoints, which are written under a temporary name, made durable, then renamed.
 
-A save holds a lock on its temporary folder as long as the save lives, so that a later save knows
-which leftovers belong to nobody.
+A save locks its temporary folder until the save ends. The locks tell a later save which leftover
+folders no process uses any more.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ NEW, _OLD = ".new-", ".old-"
 _LENGTH_BYTES = 8
 _COPY_BYTES = 8 << 20
 _SYNCS_AT_ONCE = 8
-_LONGEST_NAME = 200  # bytes of a folder's name; a temporary name is longer
-_HALF = "".join(map(chr, range(0xDC80, 0xDD00)))  # how os.fsdecode shows bytes of a cut character
-OF_ONE_FILE = (errno.ENOENT, errno.EMLINK)  # other files may still be linked
+# A folder's name of more bytes is cut before it becomes a part of a temporary name.
+_LONGEST_NAME = 200
+_HALF = "".join(map(chr, range(0xDC80, 0xDD00)))  # os.fsdecode gives these for a cut character
+OF_ONE_FILE = (errno.ENOENT, errno.EMLINK)  # errors after which other files may still be linked
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _removing: dict[Path, threading.Thread] = {}
 
 
 class Draft:
-    """A checkpoint that is being written; one rank has it. ``path``: its temporary folder.
-    ``replaces``: files, one of which a folder must hold to be overwritten.
+    """A checkpoint folder that is being written; only one rank has this object. ``path`` is the
+    temporary folder. A folder at ``target`` that is not empty is overwritten only if it has one of
+    the files ``replaces``.
     """
 
     def __init__(
@@ -60,9 +62,10 @@ class Draft:
         self._lock = lock(self.path)
 
     def create(self, name: str, nbytes: int, header: bytes) -> None:
-        """Make a file of ``nbytes``, its space taken now, with its header but for the first eight
-        bytes, which no reader takes for a length while they are zero. If the disk is full, wait
-        until removed folders are gone. ``OSError`` (ENOSPC): too little space.
+        """Create a file of ``nbytes`` bytes, allocate its space, and write the header except its
+        first eight bytes. These bytes are the header's length; no reader accepts a length of zero.
+        If the disk is full, wait until the folders that are being removed are gone. Raises
+        ``OSError`` (ENOSPC) if there is not enough space.
         """
         fd = self._new(name)
         try:
@@ -72,12 +75,16 @@ class Draft:
             os.close(fd)
 
     def link(self, name: str, source: Path) -> None:
-        """Link a file, which will not change, into the draft. ``OSError``: it cannot be linked."""
+        """Add the file ``source`` to the draft as a hard link. The file must not change later.
+        Raises ``OSError`` if the file cannot be linked.
+        """
         (self.path / name).parent.mkdir(parents=True, exist_ok=True)
         os.link(source, self.path / name, follow_symlinks=False)
 
     def copy(self, name: str, held: Held) -> None:
-        """Copy a file into the draft, not durably yet. ``OSError``: the copy failed."""
+        """Copy a file into the draft; the copy is not durable yet. Raises ``OSError`` if the copy
+        fails.
+        """
         fd = self._new(name)
         try:
             _allocate(fd, held.size, self.path / name)
@@ -88,7 +95,9 @@ class Draft:
             os.close(fd)
 
     def write_length(self, name: str, header: bytes) -> None:
-        """Write the first eight bytes of a file whose others are durable; these are not yet."""
+        """Write the first eight bytes of a file of which all other bytes are durable. The eight
+        bytes are not durable yet.
+        """
         fd = os.open(self.path / name, os.O_WRONLY | os.O_CLOEXEC)
         try:
             _write(fd, header[:_LENGTH_BYTES], 0)
@@ -96,7 +105,7 @@ class Draft:
             os.close(fd)
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Write a small file, not durably yet."""
+        """Write a small file, which is not durable yet."""
         fd = self._new(name)
         try:
             _write(fd, content, 0)
@@ -109,10 +118,11 @@ class Draft:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def publish(self, written: Sequence[Path] = ()) -> None:
-        """Make files and the folder durable, then give the folder its name, durably. What had the
-        name before is removed afterwards, by a thread: to free its space takes as long as to write
-        a part of it. ``OSError``: the names are as before; if the folders cannot be renamed back
-        either, both stay, and the text says where.
+        """Make the files ``written`` and the folder durable, rename the folder to ``target``, and
+        make the new name durable. A folder that was at ``target`` before is then removed by a
+        thread, because freeing its space takes long. If this function raises ``OSError``, the names
+        are as before; if the folders cannot be renamed back, both folders stay, and the text says
+        where they are.
         """
         sync([*written, *(Path(folder) for folder, _, _ in os.walk(self.path))])
         exchange = self.overwrite and os.path.lexists(self.target)
@@ -124,7 +134,7 @@ class Draft:
             self._give_back(exchange, error)
             raise
         if exchange:
-            with suppress(OSError, RuntimeError):  # a later save cleans it
+            with suppress(OSError, RuntimeError):  # a later save removes what is left
                 remove(self.path, self.target)
         self._unlock()
 
@@ -141,8 +151,8 @@ class Draft:
             ) from error
 
     def discard(self) -> None:
-        """Remove what was written, unless it has got its name. Errors are ignored: a later save
-        cleans what is left.
+        """Remove the draft, unless it was published. Errors are ignored, because a later save
+        removes what is left.
         """
         if not self._named:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -156,7 +166,7 @@ class Draft:
 
 
 def _short(name: str) -> str:
-    """The name, cut if it is long: names of temporary folders have it, and more."""
+    """Return the name, cut if it is long, because a temporary folder's name adds characters."""
     raw = os.fsencode(name)
     if len(raw) <= _LONGEST_NAME:
         return name
@@ -174,8 +184,8 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def replace_durably(path: Path, content: bytes) -> None:
-    """Replace a small file as a whole: readers see the old or the new one. ``OSError``: the file is
-    the old or the new one, and no draft is left.
+    """Replace a small file atomically, so that readers see either the old or the new file. After an
+    ``OSError`` the file is still either the old or the new one, and no temporary file is left.
     """
     clean(path)
     draft = path.with_name(f"{NEW}{path.name}-{uuid.uuid4().hex[:8]}")
@@ -190,8 +200,8 @@ def replace_durably(path: Path, content: bytes) -> None:
 
 
 def sync(paths: Sequence[Path]) -> None:
-    """Make files, and the names in folders, durable: together, so that a file system with a journal
-    writes its journal once.
+    """Make files, and the names in folders, durable. They are synced at the same time, so that a
+    file system with a journal writes its journal once for all of them.
     """
     if len(paths) == 1:
         _sync_one(paths[0])
@@ -211,9 +221,10 @@ def _sync_one(path: Path) -> None:
 
 
 def remove(path: Path, target: Path | None = None) -> None:
-    """Remove a folder: renamed first, so that a half-removed one is not taken for a checkpoint,
-    then freed by a thread. A later save cleans what that leaves. ``target``: the checkpoint's path,
-    if ``path`` is a temporary folder; such a folder is removed even if it cannot be renamed.
+    """Remove a folder. The folder is renamed first, so that a partly removed folder is not taken
+    for a checkpoint. A thread then deletes the folder. A later save removes what is left. If
+    ``path`` is a temporary folder, ``target`` is the path of its checkpoint; a temporary folder is
+    removed even if it cannot be renamed.
     """
     name = _short((target or path).name)
     trash = path.parent / f"{_OLD}{name}-{uuid.uuid4().hex[:8]}"
@@ -223,7 +234,7 @@ def remove(path: Path, target: Path | None = None) -> None:
         if target is None:
             raise
         trash = path
-    # Not a daemon: the interpreter waits for this thread at exit.
+    # The thread is not a daemon, so the interpreter waits for the thread at exit.
     thread = threading.Thread(target=shutil.rmtree, args=(trash, True), name=f"removing {path}")
     for gone in [path for path, thread in _removing.items() if not thread.is_alive()]:
         del _removing[gone]
@@ -232,7 +243,9 @@ def remove(path: Path, target: Path | None = None) -> None:
 
 
 def finish_removing() -> bool:
-    """Wait until removed folders are gone and their space is free; False: there are none. Local."""
+    """Wait until the folders that are being removed are gone and their space is free. Returns False
+    if no folder was being removed. Local.
+    """
     threads = list(_removing.values())
     _removing.clear()
     for thread in threads:
@@ -241,7 +254,7 @@ def finish_removing() -> bool:
 
 
 def leftovers(target: Path) -> Iterator[Path]:
-    """Temporary folders and files of saves of ``target`` that no process works on any more."""
+    """Yield the temporary folders and files of saves of ``target`` that no process uses now."""
     name = _short(target.name)
     names = (f"{NEW}{name}-", f"{_OLD}{name}-", f"{_OLD}{NEW}{name}-")
     for path in sorted(target.parent.iterdir()):
@@ -263,7 +276,9 @@ def clean(target: Path) -> None:
 
 
 def has_links(path: Path, target: Path) -> bool:
-    """Whether a file can be linked beside ``target``: tried with a name that ``clean`` removes."""
+    """Return whether hard links work beside ``target``. The link that tests this has a name that
+    ``clean`` removes.
+    """
     trial = target.parent / f"{NEW}{_short(target.name)}-{uuid.uuid4().hex[:8]}"
     try:
         os.link(path, trial, follow_symlinks=False)
@@ -274,7 +289,9 @@ def has_links(path: Path, target: Path) -> bool:
 
 
 def lock(path: Path) -> int | None:
-    """A descriptor that holds the lock, ``None`` if another process has it or locks do not work."""
+    """Return a descriptor that holds the lock of ``path``, or ``None`` if another process has the
+    lock, if locks do not work, or if ``path`` does not exist.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,9 +1,10 @@
-"""Values that no file has, by each module's own initialisation.
+"""Initialisation, by the modules' own code, of values that no file has.
 
-A shadow of the model is made: its bare modules, without FSDP's and other wrappers, whose tensors
-are full on the CPU where a value is wanted and on the meta device everywhere else. The modules' own
-code runs on the shadow as it would on the unsharded model, and each rank takes its elements. So the
-values do not depend on the sharding, and memory is taken for what is initialised alone.
+The code runs on a shadow of the model: copies of the modules without FSDP's and other wrappers. In
+the shadow, the tensors that need values are full tensors on the CPU, and all other tensors are on
+the meta device. The modules' code runs on the shadow as it would on the unsharded model, and then
+each rank takes its own elements. So the values do not depend on the sharding, and only the tensors
+that are initialised need memory.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from fsdpc.checkpoint.keymap import adapter_layers, library_model
 
 Init = Callable[[nn.Module], object] | None
 _RESETS = ("reset_parameters", "_reset_parameters", "rope_init")
-_DONE = "_is_hf_initialized"  # transformers' mark
+_DONE = "_is_hf_initialized"  # transformers' mark of initialised tensors
 _WRAPPERS = (FSDP_WRAPPED, CHECKPOINT_WRAPPED, "_orig_mod")
 
 
 def bare(module: nn.Module) -> nn.Module:
-    """The module inside of wrappers."""
+    """Return the module inside of all wrappers around it."""
     while True:
         inner = next((module._modules[k] for k in _WRAPPERS if k in module._modules), None)
         if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
@@ -38,8 +39,9 @@ def bare(module: nn.Module) -> nn.Module:
 
 
 def shadow_of(model: nn.Module) -> nn.Module:
-    """Copies of the bare modules, which share everything with these but tensors and children: the
-    children are copies too, and all tensors are left out until ``put``.
+    """Return a copy of the model without wrappers. A copied module shares all attributes with the
+    original except its children, which are copies too, and its tensors, which are None until
+    ``put`` sets them.
     """
     made: dict[int, nn.Module] = {}
 
@@ -62,7 +64,9 @@ def shadow_of(model: nn.Module) -> nn.Module:
 
 
 def _plain_class(cls: type) -> type:
-    """The class from which ``fully_shard`` has derived ``cls``; ``cls`` if it has not."""
+    """Return the class from which ``fully_shard`` has derived ``cls``, or ``cls`` if it is not
+    derived by ``fully_shard``.
+    """
     while any(base.__name__ == "FSDPModule" for base in cls.__bases__):
         cls = next(base for base in cls.__bases__ if base.__name__ != "FSDPModule")
     return cls
@@ -78,13 +82,14 @@ def put(
     for each in (name, *others):
         path, _, key = each.rpartition(".")
         module = shadow.get_submodule(path)
-        module.__dict__.pop(key, None)  # what a sharded module shows instead
+        module.__dict__.pop(key, None)  # a sharded module has a plain attribute of this name
         (module._buffers if is_buffer else module._parameters)[key] = kept
 
 
 def initialise(shadow: nn.Module, wanted: Mapping[str, Any], init: Init) -> dict[str, torch.Tensor]:
-    """Run the modules' initialisation. Returns the values of ``wanted``. Local, with torch's
-    generator. ``CheckpointError``: the code fails, or there are values that nobody writes.
+    """Run the modules' initialisation, and return the values of ``wanted``. Local. Random values
+    come from torch's default generator. Raises ``CheckpointError`` if the code fails or does not
+    write all wanted values.
     """
     before = {name: _tensor(shadow, name) for name in wanted}
     versions = {name: tensor._version for name, tensor in before.items()}
@@ -104,7 +109,7 @@ def initialise(shadow: nn.Module, wanted: Mapping[str, Any], init: Init) -> dict
         written = {
             n for n in left if _is_written(_tensor(shadow, n), before[n], versions[n])
         }  # fmt: skip
-        for name in written:  # transformers' code leaves these alone
+        for name in written:  # transformers' code skips tensors with this mark
             setattr(_tensor(shadow, name), _DONE, True)
         left = [name for name in left if name not in written]
     if left:
@@ -120,8 +125,9 @@ def initialise(shadow: nn.Module, wanted: Mapping[str, Any], init: Init) -> dict
 def _runs(
     shadow: nn.Module, names: Sequence[str], owners: Sequence[str], init: Init
 ) -> Iterator[Callable[[], object]]:
-    """What may initialise: the user's function, peft, transformers, then each module with a value
-    that is missing, and those around it.
+    """Yield functions that may initialise the values. If ``init`` is given, they call ``init`` for
+    each module with a missing value. Otherwise they are the code of peft, of transformers, of each
+    module with a missing value, and of the parents of these modules.
     """
     modules = {name: shadow.get_submodule(name) for name in owners}
     if init is not None:
@@ -141,7 +147,7 @@ def _runs(
 
 
 def _adapter_runs(shadow: nn.Module, names: Sequence[str]) -> Iterator[Callable[[], object]]:
-    """peft's code for each adapter of which a value is missing."""
+    """Yield peft's initialisation of each adapter that has a missing value."""
     layers = dict(adapter_layers(shadow))
     configs = next(
         (vars(m)["peft_config"] for m in shadow.modules() if "peft_config" in vars(m)), {}
@@ -176,7 +182,7 @@ def _reset_adapter(layer: Any, adapter: str, config: Any) -> None:
 
 
 def sentinel(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that shows if it was written."""
+    """Return a tensor by whose values ``_is_written`` can tell if code has written the tensor."""
     made = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     if dtype.is_floating_point or dtype.is_complex:
         return made.fill_(float("nan"))
@@ -220,7 +226,9 @@ def take(entry: Entry, value: torch.Tensor) -> None:
 
 
 def plain_meta(model: nn.Module) -> list[str]:
-    """Tensors on the meta device that are neither parameters nor buffers: nothing fills them."""
+    """Return the names of tensors on the meta device that are neither parameters nor buffers, and
+    that are therefore never filled.
+    """
     return [
         join(name, key)
         for name, module in model.named_modules()

@@ -1,5 +1,5 @@
-"""The files of a checkpoint, each opened once, through one descriptor of their folder: so they are
-those of one checkpoint, also where another process gives the folder's name to a new one meanwhile.
+"""Open files of a checkpoint. Each file is opened once, through one descriptor of the folder. So
+all files belong to the same checkpoint, even if another process replaces the folder meanwhile.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ class Held:
 
     @property
     def is_written(self) -> bool:
-        """True if the file may have changed since it was opened."""
+        """Return True if the file may have changed since it was opened."""
         return _stamp(os.fstat(self.fd)) != self.stamp
 
     @property
     def proc_path(self) -> str:
-        """A path for libraries that take no descriptor."""
+        """Return a path of the open file, for libraries that do not take descriptors."""
         return f"/proc/self/fd/{self.fd}"
 
     def read(self, nbytes: int, offset: int, path: Path) -> bytes:
-        """``CheckpointError``: the file, which messages call ``path``, ends early."""
+        """Return ``nbytes`` bytes from ``offset`` on. Raises ``CheckpointError``, with ``path`` as
+        the name of the file, if the file ends before that.
+        """
         parts, at = [], offset
         while at < offset + nbytes:
             part = os.pread(self.fd, offset + nbytes - at, at)
@@ -52,7 +54,7 @@ class Held:
         return b"".join(parts)
 
     def read_into(self, target: memoryview, offset: int, path: Path) -> None:
-        """As ``read``, into memory."""
+        """Fill ``target`` with bytes from ``offset`` on; raises as ``read`` does."""
         done = 0
         while done < len(target):
             got = os.preadv(self.fd, [target[done:]], offset + done)
@@ -65,8 +67,9 @@ class Held:
 
 
 class Root:
-    """A folder and its files by name, which do not change while this object lives. ``links``: files
-    may be links (a cache of the Hub). Local. ``CheckpointError``: there is no such folder.
+    """An open folder and its open files by name. While this object exists, its files stay the same,
+    even if the path then names another folder. ``links`` allows files that are symbolic links (as
+    in a cache of the Hub). Local. Raises ``CheckpointError`` if the folder does not exist.
     """
 
     def __init__(self, path: Path, *, links: bool = False) -> None:
@@ -79,7 +82,7 @@ class Root:
         self._closed: dict[str, tuple[int, int, int]] = {}  # stamps of closed files
 
     def exists(self, name: str) -> bool:
-        """True also for a link to nowhere."""
+        """Return True if the folder has ``name``, also if it is a broken symbolic link."""
         try:
             os.stat(name, dir_fd=self.folder.fd, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -94,14 +97,18 @@ class Root:
         return stat.S_ISLNK(info.st_mode)
 
     def open(self, name: str) -> Held:
-        """A regular file, by a link only with ``links``. ``CheckpointError``: it does not open."""
+        """Return a regular file, opened at the first call. Follows a symbolic link only with
+        ``links``. Raises ``CheckpointError`` if the file cannot be opened.
+        """
         found = self._files.get(name)
         if found is None:
             found = self._files[name] = self._open(name)
         return found
 
     def close(self, name: str) -> None:
-        """Close a file that was read or is mapped; it still counts as opened."""
+        """Close a file that was read or is mapped. The file still counts as opened in
+        ``unopened``, ``stamp`` and ``check_unwritten``.
+        """
         self._closed[name] = self._files.pop(name).stamp
 
     def _open(self, name: str) -> Held:
@@ -123,12 +130,12 @@ class Root:
         return held
 
     def unopened(self) -> list[str]:
-        """What is in the folder and was not opened."""
+        """Return the names in the folder of which nothing was opened."""
         tops = {name.partition("/")[0] for name in (*self._files, *self._closed)}
         return sorted(set(os.listdir(self.folder.fd)) - tops)
 
     def replaced(self) -> bool:
-        """True if the path names another folder by now, or none."""
+        """Return True if the path now names another folder, or no folder."""
         try:
             return not os.path.samestat(os.stat(self.path), os.fstat(self.folder.fd))
         except OSError:
@@ -136,15 +143,17 @@ class Root:
 
     @property
     def stamp(self) -> list[tuple[str, tuple[int, int, int]]]:
-        """Stamps of the opened files: equal for processes of one host that see the same bytes."""
+        """Return the stamps (inode, time of the last change, size) of the opened files. The stamps
+        are equal for all processes of a host that see the same bytes.
+        """
         held = {name: held.stamp for name, held in self._files.items()}
         return sorted((self._closed | held).items())
 
     def check_unwritten(self) -> None:
-        """``CheckpointError``: a file was written in place since it was opened."""
+        """Raise ``CheckpointError`` if a file was written in place after it was opened."""
         written = [name for name, held in self._files.items() if held.is_written]
         for name, stamp in self._closed.items():
-            with suppress(FileNotFoundError):  # removed: its mapped bytes are as before
+            with suppress(FileNotFoundError):  # a removed file keeps its mapped bytes
                 info = os.stat(name, dir_fd=self.folder.fd)
                 if _stamp(info) != stamp and info.st_ino == stamp[0]:
                     written.append(name)
@@ -157,7 +166,9 @@ def _stamp(info: os.stat_result) -> tuple[int, int, int]:
 
 
 def opened_whole(path: Path, open_: Callable[[], _T]) -> _T:
-    """What ``open_`` returns, called again if another folder got the name ``path`` meanwhile."""
+    """Return what ``open_`` returns. If ``open_`` fails and ``path`` names another folder by then,
+    call ``open_`` again.
+    """
     for _ in range(_ATTEMPTS):
         before = _inode(path)
         try:

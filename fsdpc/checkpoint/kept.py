@@ -1,6 +1,8 @@
-"""What a save or a stream has found in a model, and a save in an optimizer, kept for the next one:
-to read many small tensors takes long. Kept are addresses, no tensors and no modules, so that none
-of these is kept alive.
+"""A cache of what a save or a stream has read from a model, and what a save has read from an
+optimizer.
+
+The next save uses the cache, because reading many small tensors takes long. The cache has addresses
+instead of tensors and modules, so that it does not keep tensors and modules alive.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ from fsdpc.checkpoint.write import planned_set
 
 
 class Forms:
-    """Addresses, shapes, strides and dtypes of tensors. The ``Forms`` of an earlier save, which
-    has let go of its tensors, equals that of this save while no tensor has changed. Two are never
-    equal under autocast, in inference mode or if a tensor occurs twice. ``RuntimeError``,
-    ``ValueError``: a tensor has no address.
+    """The addresses, shapes, strides and dtypes of tensors. A ``Forms`` of an earlier save, after
+    ``let_go``, is equal to the ``Forms`` of this save as long as no tensor has got another address
+    or form. Two ``Forms`` are never equal under autocast, in inference mode, or if a tensor occurs
+    twice. Raises ``RuntimeError`` or ``ValueError`` if a tensor has no address.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -46,7 +48,7 @@ class Forms:
         self._guards: Any = None
 
     def let_go(self) -> bool:
-        """Drop the tensors; False: torch's guards cannot describe them. Local."""
+        """Drop the tensors. Returns False if torch's guards cannot describe the tensors. Local."""
         tensors, self._tensors = self._tensors, None
         if tensors is None:
             return self._guards is not None
@@ -75,9 +77,10 @@ class Forms:
 
 @dataclass
 class Stamp:
-    """``values``: equal as long as the tensors have the same names, places, forms and memory; the
-    last is their ``Forms``. ``tensors``: the parameters and buffers; ``locals``: what this rank has
-    of them; ``units``: the units of the model.
+    """A description of a model, by which a later save can tell whether the model has changed.
+    ``values`` stay equal as long as the tensors have the same names, places in modules, forms and
+    memory; the last of the values is their ``Forms``. ``tensors`` are the parameters and buffers,
+    ``locals`` the local parts of these tensors on this rank, and ``units`` the model's FSDP units.
     """
 
     values: list[Any]
@@ -93,19 +96,21 @@ class _Kept:
     received: Sequence[np.ndarray]
     entries: list[Entry]  # without memory
     aliases: dict[str, str]
-    params: list[tuple[int, list[tuple[Entry, np.ndarray]]]]  # number in the stamp's tensors
+    params: list[tuple[int, list[tuple[Entry, np.ndarray]]]]  # int: index in ``Stamp.tensors``
     layout: Layout
     tables: list[Table]
 
 
-FROZEN_BYTES = 1 << 20  # frozen parameters of so many bytes get files of their own
+FROZEN_BYTES = 1 << 20  # from this total size on, frozen parameters get separate files
 _NONE = torch.empty(0, device="cpu")
 _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 
 
 class Reading:
-    """A model as it is to be saved. ``parts``: ``settled`` needs those of every rank. ``whole``:
-    the model is saved as it is, so the reading may be kept. Local; errors as ``read_model``.
+    """A model's tensors for a save: read anew, or kept from an earlier save if the model has not
+    changed. ``settled`` needs the ``parts`` of every rank. ``whole`` means that all tensors of the
+    model are saved as they are, so that the reading may be kept for the next save. Local; raises as
+    ``read_model`` does.
     """
 
     def __init__(
@@ -142,19 +147,22 @@ class Reading:
 
     @property
     def entries(self) -> list[Entry]:
-        """The model's tensors; before ``settled`` only if the model was read anew."""
+        """Return the model's tensors. Call ``settled`` first, unless the model was read anew."""
         return self._found.entries
 
     @property
     def stamp(self) -> list[Any] | None:
-        """The same object as long as the kept reading is used."""
+        """Return the values of the model's stamp, or None if the reading cannot be kept. Saves that
+        use the same kept reading get the same list object.
+        """
         if self._old is not None:
             return self._old.stamp
         return None if self._now is None else self._now.values
 
     def settled(self, received: Sequence[np.ndarray]) -> Model:
-        """The model's tensors, with the replicas that the ranks have found; with parameters only
-        if the model was read anew, see ``add_params``. Local.
+        """Return the model's tensors, with the replicas found from ``received``, the ``parts`` of
+        every rank. If the model was not read anew, the result has no parameters until
+        ``add_params`` is called. Local.
         """
         self._received = received
         if self._old is not None and not _equal(received, self._old.received):
@@ -169,20 +177,24 @@ class Reading:
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters as their users hold them."""
+        """Return the Parameter objects that an optimizer of the model may have."""
         if self._old is None:
             return [each.param for each in self._found.params]
         assert self._now is not None
         return [self._now.tensors[number] for number, _ in self._old.params]
 
     def add_params(self) -> None:
-        """Give the model its parameters. Local."""
+        """Fill in ``params`` of the ``Model`` object that ``settled`` returned, if it has no
+        parameters yet. Local.
+        """
         if self._old is not None:
             pairs = zip(self.params, self._old.params, strict=True)
             self._found.params = [OptimParam(param, covers) for param, (_, covers) in pairs]  # type: ignore[arg-type]
 
     def planned(self) -> PlannedSet:
-        """What this rank writes of the model. Local. ``TypeError``: a dtype without a name."""
+        """Return what this rank writes of the model, and keep the reading if possible. Local.
+        Raises ``TypeError`` if safetensors does not have a tensor's dtype.
+        """
         if self._old is not None:
             assert self._now is not None
             _kept[self._model] = self._old
@@ -211,7 +223,9 @@ class Reading:
 
 
 def stamp_of(model: nn.Module, options: Sequence[Any]) -> Stamp | None:
-    """A stamp; None: it cannot be told if the model changes. Local; reshards ``fully_shard``."""
+    """Return a stamp of the model, or None if a later change of the model might go unnoticed.
+    Local. Reshards modules of ``fully_shard``.
+    """
     modules = list(model.named_modules(remove_duplicate=False))
     different = dict.fromkeys(module for _, module in modules)
     units = [each._unit for each in different if is_unit_module(each)]
@@ -227,7 +241,7 @@ def stamp_of(model: nn.Module, options: Sequence[Any]) -> Stamp | None:
     for _, module in modules:
         found += module._parameters.values()
         found += module._buffers.values()
-    same = list(map(id, found))  # equal numbers: one object under several names
+    same = list(map(id, found))  # equal ids: one object under several names
     unlike = dict(zip(same, found, strict=True)).values()
     tensors = [t for t in unlike if t is not None and type(t) is not ReleasedParameter]
     specs = list(map(attrgetter("_spec"), [t for t in tensors if isinstance(t, DTensor)]))
@@ -247,7 +261,7 @@ def stamp_of(model: nn.Module, options: Sequence[Any]) -> Stamp | None:
 
 
 def _locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What this rank has of each tensor."""
+    """Return the local part of each tensor on this rank."""
     types = set(map(type, tensors))
     wide = {kind for kind in types if issubclass(kind, DTensor)}
     if wide == types:
@@ -263,9 +277,9 @@ class _KeptStates:
     model: list[Any]  # ``Reading.stamp``
     stamp: list[Any]
     state: State  # without entries
-    names: list[list[str]]  # by groups
-    # Tensors that must be equal on all ranks that have them; for each form (dtype, shape, device)
-    # their numbers in the layout, and their numbers among the stamp's tensors.
+    names: list[list[str]]  # for each group, the names of its parameters
+    # The tensors that must be equal on all ranks that have them: for each form (dtype, shape and
+    # device), the positions of these tensors in the layout and among the stamp's tensors.
     wholes: list[tuple[list[int], list[int]]]
     layout: Layout
     tables: list[Table]
@@ -275,8 +289,8 @@ _kept_states: weakref.WeakKeyDictionary[Any, _KeptStates] = weakref.WeakKeyDicti
 
 
 class StateReading:
-    """An optimizer's state as it is to be saved. ``whole``: the model is saved as it is. Collective
-    over ``ranks``; errors as ``read_state``.
+    """An optimizer's state for a save: read anew, or kept from an earlier save. ``whole`` is the
+    same as for ``Reading``. Collective over ``ranks``; raises as ``read_state`` does.
     """
 
     def __init__(
@@ -309,7 +323,9 @@ class StateReading:
             self.state.groups = [{**plain_options(g), "params": names} for g, names in pairs]
 
     def planned(self, layout: Callable[[Sequence[Entry]], Layout]) -> PlannedSet:
-        """What this rank writes of the state. Local. ``TypeError``: a dtype without a name."""
+        """Return what this rank writes of the state, and keep the reading if possible. Local.
+        Raises ``TypeError`` if safetensors does not have a tensor's dtype.
+        """
         old = self._old
         if old is not None:
             assert self._now is not None
@@ -346,7 +362,9 @@ class StateReading:
 
 @dataclass
 class _StateStamp:
-    """A ``Stamp`` of states. ``sites``: the parameter's number and the key of each tensor."""
+    """A ``Stamp`` of an optimizer's states. ``sites`` yields for each tensor the number of its
+    parameter and its key in the parameter's state.
+    """
 
     values: list[Any]
     tensors: list[Tensor]
@@ -356,7 +374,9 @@ class _StateStamp:
 def _stamp_of_states(
     optimizer: torch.optim.Optimizer, params: Sequence[Tensor]
 ) -> _StateStamp | None:
-    """A stamp; None: it cannot be told whether the states change. Local."""
+    """Return a stamp of the states, or None if a later change of the states might go unnoticed.
+    Local.
+    """
     if hasattr(optimizer, "span_states"):
         return None
     numbers = {id(param): number for number, param in enumerate(params)}
@@ -364,11 +384,11 @@ def _stamp_of_states(
     groups = [list(map(numbers.get, group)) for group in members]
     if any(None in group for group in groups):
         return None
-    # By ids: the hash of a tensor is a function in Python, and slow.
+    # The lookup is by ids, because the hash of a tensor is a Python function, which is slow.
     state_of = dict(zip(map(id, optimizer.state), optimizer.state.values(), strict=True))
     none: dict[str, Any] = {}
     states = [state_of.get(number, none) for number in chain.from_iterable(members)]
-    # Equal tuples of keys are one object: many new objects would start the garbage collector.
+    # Equal tuples of keys get one number: many new objects would start the garbage collector.
     known: dict[Any, int] = {}
     keys = [known.setdefault(own, len(known)) for own in map(tuple, states)]
     values = list(chain.from_iterable([state.values() for state in states]))
@@ -393,8 +413,9 @@ def _stamp_of_states(
 
 
 def _digests_of(wholes: Sequence[tuple[list[int], list[int]]], now: _StateStamp) -> np.ndarray:
-    """Places, and digests: up to eight bytes as they are, more as their CRC. Two tensors with an
-    equal CRC (never ``step``) are taken for equal, and the first rank's is saved.
+    """Return the position and a digest of each tensor. The digest of a tensor of at most eight
+    bytes (such as ``step``) is these bytes. The digest of a larger tensor is the CRC of its bytes.
+    Two tensors with equal CRCs are taken for equal, and the first rank's tensor is saved.
     """
     found = [np.empty((2, 0), np.int64)]
     for places, numbers in wholes:
@@ -408,9 +429,11 @@ def _digests_of(wholes: Sequence[tuple[list[int], list[int]]], now: _StateStamp)
 
 
 def _rows_of(now: _StateStamp, numbers: Sequence[int]) -> np.ndarray:
-    """The bytes of the tensors with these numbers, which have one form: a row for each."""
+    """Return the bytes of the tensors with these numbers, one row for each tensor. The tensors have
+    the same dtype, shape and device.
+    """
     first, count = now.tensors[numbers[0]], len(numbers)
-    if first.numel() == 1 and first.device.type == "cpu":  # `step`: stack() takes far longer
+    if first.numel() == 1 and first.device.type == "cpu":  # `step`: stack() would be slower
         nbytes = first.dtype.itemsize
         rows = np.empty((count, nbytes), np.uint8)
         targets = rows.ctypes.data + nbytes * np.arange(count)
@@ -422,8 +445,9 @@ def _rows_of(now: _StateStamp, numbers: Sequence[int]) -> np.ndarray:
 
 
 def _agree(values: Sequence[np.ndarray | None]) -> bool:
-    """Whether the tensors that several ranks have are equal there: under FSDP1 with original
-    parameters a rank has no state where it has no elements.
+    """Return True if every rank has digests and if each tensor that several ranks have is equal on
+    these ranks. Under FSDP1 with original parameters, a rank has no state for a parameter of which
+    it has no elements.
     """
     found = [value for value in values if value is not None]
     if len(found) < len(values):
@@ -434,7 +458,7 @@ def _agree(values: Sequence[np.ndarray | None]) -> bool:
 
 
 def _has_states_by_name(param: OptimParam) -> bool:
-    """Whether an optimizer's state of this parameter has a form in a checkpoint."""
+    """Return whether an optimizer's state of this parameter can be saved by parameter names."""
     try:
         if param.check_cut is not None:
             param.check_cut("")

@@ -1,6 +1,7 @@
-"""Which tensors of files become which of a model: key maps, and transformers' own tables.
+"""The mapping from tensors of files to tensors of a model, by key maps and transformers' tables.
 
-For each name of the model, the result is a tensor as it lies in a file, or a ``Lazy`` of several.
+The result has for each name of the model either a tensor as it is in a file, or a ``Lazy`` tensor
+that is made from tensors of files.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ class KeyMap:
     """One rule for ``load_pretrained``: tensors of the files -> tensors of the model.
 
     Args:
-        sources: a name in the files, or several. ``{i}`` stands for any text, the same wherever it
-            is repeated. If a ``{hole}`` is in no target, all tensors that differ in it alone are
-            one argument, a list in natural order (``experts.2`` before ``experts.10``).
-        targets: a name in the model, or several, with holes of the sources.
-        by: called with a tensor (or list) per source; returns a tensor per target. Results of torch
-            functions that move elements (``cat``, ``stack``, ``split``, ``t``, ``view``,
-            ``permute``) are read in parts; other functions compute, and read their arguments whole
-            on every rank. By default the result is the tensor itself, under its new name.
+        sources: a name in the files, or several. A placeholder such as ``{i}`` stands for any text,
+            and for the same text wherever it is repeated. If a placeholder is in no target, all
+            tensors whose names differ only in this placeholder are one argument: a list in natural
+            order (``experts.2`` before ``experts.10``).
+        targets: a name in the model, or several, with placeholders of the sources.
+        by: a function that is called with a tensor (or a list) per source and returns a tensor per
+            target. If it only uses torch functions that move elements (``cat``, ``stack``,
+            ``split``, ``t``, ``view``, ``permute``), each rank reads only its part of the result.
+            If it computes new values, every rank reads the whole arguments. By default the result
+            is the source tensor, under its new name.
 
     ::
 
@@ -89,17 +92,20 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 def natural(name: str) -> list[tuple[int, int | str]]:
-    """A key for sorting: numbers in names count as numbers."""
+    """Return a sort key that compares the numbers in names as numbers."""
     parts = re.split(r"(\d+)", name)
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
 
 
 @dataclass
 class Mapped:
-    """``tensors``: by names of the model, or names that it does not have (``unexpected``)."""
+    """The result of a mapping. The keys of ``tensors`` are names in the model. A key that the model
+    does not have is an unexpected name.
+    """
 
     tensors: dict[str, Where | Lazy] = field(default_factory=dict)
-    origin: dict[str, str] = field(default_factory=dict)  # a name in the files, for messages
+    # For messages: the name in the files of a tensor from which each of the tensors is made.
+    origin: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, value: Where | Lazy, stored: str) -> None:
         if name in self.tensors:
@@ -110,7 +116,7 @@ class Mapped:
 
 
 def lazy_of(where: Where) -> Lazy:
-    """A tensor of a file that can be rearranged."""
+    """Return a ``Lazy`` for a tensor of a file."""
     file, place = where
     return Lazy(Source(place.shape, place.dtype, partial(_fetch, file, place)))
 
@@ -126,8 +132,9 @@ def _fetch(file: StoredFile, place: Place, first: int, target: torch.Tensor) -> 
 
 
 def apply_maps(stored: Mapping[str, Where], maps: Sequence[KeyMap]) -> tuple[Mapped, set[str]]:
-    """What the rules make, and which stored tensors they have used. ``CheckpointError``: a rule
-    fails, or a part of its sources is not there.
+    """Return the tensors that the rules make, and the names of the stored tensors that the rules
+    have used. Raises ``CheckpointError`` if a rule fails, or if the files have only some of the
+    sources of a rule.
     """
     made, used = Mapped(), set()
     for rule in maps:
@@ -145,7 +152,9 @@ def apply_maps(stored: Mapping[str, Where], maps: Sequence[KeyMap]) -> tuple[Map
 
 
 def _groups(rule: KeyMap, names: Sequence[str]) -> dict[tuple[str, ...], list[list[str]]]:
-    """Names of the targets -> for each source, the names in the files that match it."""
+    """Return a dict from the names of the targets to a list that has, for each source, the names in
+    the files that match the source.
+    """
     found: dict[tuple[str, ...], list[list[str]]] = {}
     for name in sorted(names, key=natural):
         for at, pattern in enumerate(rule._patterns):
@@ -193,7 +202,9 @@ def _apply(
 
 
 def adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """peft's layers around others, by name; none if peft is not imported."""
+    """Return the names and modules of the layers that peft has put around other layers. The list is
+    empty if peft is not imported.
+    """
     library = sys.modules.get("peft.tuners.tuners_utils")
     if library is None:
         return []
@@ -201,10 +212,11 @@ def adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def names_inside(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Names in the model -> names before peft put layers around the modules, where the two differ.
-    The copies of a module that is trained whole (``modules_to_save``) get the original's names.
+    """Return a dict of the names in the model that peft has changed, each with the name that it had
+    before peft put layers around modules. The copies of a module that peft trains as a whole
+    (``modules_to_save``) get the names of the original module.
     """
-    cuts: dict[str, int] = {}  # a name up to the end of what peft put in -> where that begins
+    cuts: dict[str, int] = {}  # prefix that ends with peft's part -> where this part begins
     for path, module in adapter_layers(model):
         if "base_layer" in module._modules:
             cuts[f"{path}.base_layer."] = len(path) + 1
@@ -228,7 +240,9 @@ def names_inside(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def library_model(shadow: nn.Module) -> tuple[str, Any] | None:
-    """The one model of transformers in a tree, with its name; ``None``: there is not just one."""
+    """Return the name and the module of the only outermost model of transformers in a tree, or
+    ``None`` if there are none or several.
+    """
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:
         return None
@@ -247,8 +261,9 @@ def library_model(shadow: nn.Module) -> tuple[str, Any] | None:
 def apply_library(
     model: Any, prefix: str, tensors: Mapping[str, Where], shapes: Mapping[str, torch.Tensor]
 ) -> Mapped:
-    """The tensors, named and converted as transformers does it for this model. ``prefix``: the
-    model's name in the tree, with a dot. ``shapes``: meta tensors by the tree's names.
+    """Return the tensors, renamed and converted as transformers does for this model. ``prefix`` is
+    the model's name in the tree of modules, followed by a dot. ``shapes`` has meta tensors by their
+    names in the tree.
     """
     made = Mapped()
     known = {n.removeprefix(prefix): t for n, t in shapes.items() if n.startswith(prefix)}
@@ -285,7 +300,9 @@ def _converted(converter: Any, name: str, model: Any) -> dict[str, Lazy]:
 
 
 class _Table:
-    """Without transformers' tables: the prefix of the base model is added or taken away."""
+    """The renaming for versions of transformers that have no tables: the prefix of the base model
+    is added or removed.
+    """
 
     def rename(
         self, key: str, base: str, known: Mapping[str, Any]
@@ -300,7 +317,7 @@ class _Table:
 
 
 class _Tables(_Table):
-    """transformers 5: its renamings and converters."""
+    """The renaming by the tables of transformers 5, which are lists of renamings and converters."""
 
     def __init__(self, model: Any, loading: Any, conversions: Sequence[Any]) -> None:
         self._loading = loading
@@ -311,7 +328,9 @@ class _Tables(_Table):
     def rename(
         self, key: str, base: str, known: Mapping[str, Any]
     ) -> tuple[str, str | None, Callable[[], Any]]:
-        """The new name, the pattern that matched, and a function that copies its converter."""
+        """Return the new name, the pattern that matched (or None), and a function that returns a
+        new copy of the pattern's converter.
+        """
         renamed = self._loading.rename_source_key
         name, pattern = renamed(key, self._renamings, self._converters, base, known)
         if name not in known and key in known:
@@ -331,7 +350,7 @@ def _table(model: Any) -> _Table:
 
 
 def ignored(model: Any, names: Sequence[str]) -> set[str]:
-    """Names of files' tensors that transformers itself would leave out for this model."""
+    """Return the names of tensors in files that transformers would ignore for this model."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):

@@ -1,7 +1,8 @@
-"""Where each tensor lies in the files of a set: arithmetic alone, the same on every rank.
+"""The place of each tensor in the files of a set, computed without communication on every rank.
 
-A set is a number of safetensors files and their index. Tensors lie end to end in the order of the
-entries, without gaps; data begin on a page, behind a header that is padded with spaces.
+A set is one or several safetensors files and their index. In a file, tensors follow each other in
+the order of the entries, without gaps. The data begin at a multiple of the page size, behind a
+header that is padded with spaces.
 """
 
 from __future__ import annotations
@@ -21,30 +22,32 @@ from fsdpc.checkpoint.entries import Coding, Decoder, Entry
 
 FILE_BYTES = 5_000_000_000
 BLOCK_BYTES = 4 << 20
-ELEMENT_BYTES = 16  # the widest dtype: ranges are cut at multiples of it
+ELEMENT_BYTES = 16  # size of the widest dtype; ranges are cut at multiples of this size
 _PAGE = 4096
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000
-_METADATA = "__metadata__"  # what a header has beside tensors
+_METADATA = "__metadata__"  # the only key of a header that is no tensor's name
 _text = json.encoder.encode_basestring
 
 
 @dataclass
 class Place:
-    """One tensor in its file. ``offset``: of its first byte in the file."""
+    """The place of a tensor in its file. ``offset`` is the position of the tensor's first byte."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-    index: int  # in the order of the set
+    index: int  # position of the tensor in the set
     coding: Coding | None = None
 
 
 @dataclass
 class File:
-    """One file of a set. ``header``: all bytes before the data; ``keys``: tensor names as JSON."""
+    """One file of a set. ``header`` has all bytes before the data; ``keys`` are the names of the
+    tensors as JSON strings.
+    """
 
     name: str
     header: bytes
@@ -56,7 +59,9 @@ class File:
 
 @dataclass
 class Layout:
-    """A set's files, not to be changed. ``folder``: the set's in the checkpoint, "" for a model."""
+    """The files of a set. The object is cached and must not be changed. ``folder`` is the folder of
+    the set in the checkpoint, "" for a model.
+    """
 
     folder: str
     index_name: str
@@ -65,7 +70,7 @@ class Layout:
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A digest of all names, dtypes, shapes and places."""
+        """Return a digest of the names, dtypes, shapes and places of all tensors."""
         crc = 0
         for file in self.files:
             form = f"{file.name} {file.frozen}".encode() + file.header
@@ -82,7 +87,7 @@ class Layout:
 
     @functools.cached_property
     def index(self) -> bytes:
-        """The index as Hugging Face's libraries write it."""
+        """Return the content of the index file, as Hugging Face's libraries write it."""
         places = [place for file in self.files for place in file.places]
         table = {place.name: file.name for file in self.files for place in file.places}
         sizes = {
@@ -98,7 +103,9 @@ class Layout:
 
 
 def file_dtype(entry: Entry, cast: torch.dtype | None) -> torch.dtype:
-    """The dtype in the file: floats are converted to ``cast``, if it is given."""
+    """Return the dtype of an entry in the file: ``cast`` for floats if it is given, else the dtype
+    of the entry.
+    """
     casts = cast is not None and can_cast(entry.dtype) and not entry.exact
     return cast if casts else entry.dtype
 
@@ -112,9 +119,9 @@ def lay_out(
     file_bytes: int = FILE_BYTES,
     aliases: dict[str, str] | None = None,
 ) -> Layout:
-    """Lay entries out in files of at most ``file_bytes`` (a larger tensor has a file of its own),
-    named ``name-00001-of-0000N.safetensors``. ``TypeError``: a dtype without a name;
-    ``ValueError``: a name that safetensors keeps for itself.
+    """Lay out entries in files of at most ``file_bytes`` (a larger tensor has a file for itself),
+    named ``name-00001-of-0000N.safetensors``. Raises ``TypeError`` if safetensors does not have a
+    dtype, and ``ValueError`` if safetensors reserves the name of a tensor.
     """
     tensors = tuple(
         (e.name, file_dtype(e, cast), tuple(e.shape), e.frozen, e.coding) for e in entries
@@ -122,7 +129,7 @@ def lay_out(
     return _laid_out(tensors, name, folder, file_bytes, tuple((aliases or {}).items()))
 
 
-@functools.lru_cache(maxsize=16)  # a training saves few models and optimizers, again and again
+@functools.lru_cache(maxsize=16)  # a program saves the same few models again and again
 def _laid_out(
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...], bool, Coding | None], ...],
     name: str,
@@ -144,7 +151,7 @@ def _laid_out(
         groups[-1].append(Place(tensor, dtype, shape, used, nbytes, index, coding))
         used += nbytes
     aliases = dict(renamed)
-    groups = groups if groups[-1] else []  # no tensors, no file
+    groups = groups if groups[-1] else []  # without tensors there is no file
     files = [
         _file(f"{name}-{number:05d}-of-{len(groups):05d}.safetensors", places, aliases)
         for number, places in enumerate(groups, 1)
@@ -177,21 +184,22 @@ def _file(name: str, places: list[Place], aliases: dict[str, str]) -> File:
 
 
 def fingerprint(layouts: Sequence[Layout]) -> str:
-    """Equal for equal names, shapes and dtypes."""
+    """Return a text that is equal on two ranks if all names, shapes and dtypes are equal."""
     crcs = " ".join(f"{layout.fingerprint:08x}" for layout in layouts)
     return f"{crcs} {sum(len(file.places) for layout in layouts for file in layout.files)}"
 
 
-# Columns of a table of ranges; the first six are those of ``ckpt_write``.
+# The columns of a table of ranges. ``ckpt_write`` takes the first six of them.
 MEMORY, OFFSET, NBYTES, IN_TENSOR, MEMORY_TYPE, FILE_TYPE, INDEX = range(7)
-COMPUTED = 4096  # the first address of computed values: 0 would stand for no memory
+COMPUTED = 4096  # the address of the first computed value; not 0, which stands for no memory
 
 
 @dataclass
 class Table:
-    """The ranges that a rank writes of a file, in its order; not to be changed. ``gpu``: the GPU
-    that has each range, -1 for the host, -2 for none: values that are computed, whose addresses are
-    ``COMPUTED`` plus their place. ``steady``: see ``Entry``.
+    """The ranges of a file that a rank writes, in the order of the file. The object must not be
+    changed. ``gpu`` has for each range the GPU on which its memory is, -1 for host memory, or -2
+    for computed values. The address of a computed value is ``COMPUTED`` plus its position, in
+    bytes, among the values of its decoder. ``steady``: see ``Entry``.
     """
 
     rows: np.ndarray
@@ -200,14 +208,15 @@ class Table:
 
     @property
     def none(self) -> Table:
-        """The table without its ranges."""
+        """Return an empty table with the same columns."""
         return Table(self.rows[:0], self.gpu[:0], self.steady[:0])
 
 
 @dataclass
 class PlannedSet:
-    """What a rank writes of a set, by files. ``keep``: what the addresses point into.
-    ``decoders``: those of computed values, by ``Place.index``.
+    """The ranges that a rank writes of a set: one table for each file. ``keep`` has the tensors
+    into which the addresses of the tables point. ``decoders`` has the decoders of computed values
+    by ``Place.index``.
     """
 
     layout: Layout
@@ -217,8 +226,8 @@ class PlannedSet:
 
 
 def fragments(rows: np.ndarray, block_bytes: int = BLOCK_BYTES) -> np.ndarray:
-    """The parts of ranges that each lie in one block of their tensor, as rows ``(index, offset in
-    the tensor, bytes)``, in the order of the digests of ``ckpt_write``.
+    """Cut ranges at the borders of their tensors' blocks. Returns the parts as rows ``(index,
+    offset in the tensor, bytes)``, in the order in which ``ckpt_write`` returns their digests.
     """
     first = rows[:, IN_TENSOR] // block_bytes
     last = (rows[:, IN_TENSOR] + rows[:, NBYTES] - 1) // block_bytes

@@ -1,9 +1,9 @@
 """Tensors in files, rearranged by torch's own functions before anything is read.
 
 A ``Lazy`` is a tensor without memory. ``torch.cat``, ``stack``, ``split``, ``transpose``, ``view``
-and the like make another one, which knows where its elements come from; so a key map is plain torch
-code, and each rank reads only its part of the result, in bounded memory. What computes (a
-dequantisation) reads its arguments whole.
+and similar functions return another ``Lazy``, which records where its elements come from. So a key
+map is plain torch code, and each rank reads only its part of the result, in bounded memory.
+Functions that compute new values (such as a dequantisation) read their arguments whole.
 """
 
 from __future__ import annotations
@@ -20,39 +20,41 @@ from fsdpc._torch import make_wrapper_subclass, tree_leaves, tree_map
 from fsdpc.lowbit import encode_rows
 
 _CHUNK_BYTES = 8 << 20
-_RUN_BYTES = 16 << 10  # shorter runs are read with what lies between them
+_RUN_BYTES = 16 << 10  # shorter runs are read together with the bytes between them
 _MOST_RUNS = 1 << 16
 _aten = torch.ops.aten
 Run = tuple["Source", int, int]
 
 
 def _room(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Short-lived memory, by plain malloc: torch allocates aligned memory, for which the C library
-    hardly reuses freed chunks, so that the heap would grow in a long read.
+    """Return a tensor whose memory comes from plain malloc, for use during a short time. Torch
+    itself would allocate aligned memory, for which the C library rarely reuses freed chunks, so
+    that the heap would grow during a long read.
     """
     raw = np.empty(math.prod(sizes) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(tuple(sizes))
 
 
 class Node:
-    """Where the elements of a tensor come from."""
+    """A description of where the elements of a tensor come from."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.shape, self.dtype = tuple(shape), dtype
         self.cost = dtype.itemsize  # bytes of memory for each element while it is read
 
     def block(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The values of a block, in memory that may be shared. Local."""
+        """Return the values of a block. The memory may be shared with other blocks. Local."""
         raise NotImplementedError
 
     def runs(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[Run]:
-        """Where the elements of a block lie, row-major: (source, first element, count).
-        ``TypeError``: the elements are computed, or lie in too many pieces.
+        """Return where the elements of a block are, in row-major order, as runs ``(source, first
+        element, count)``. Raises ``TypeError`` if the elements are computed, or if there would be
+        too many runs.
         """
         raise TypeError("its values are computed")
 
     def read(self, first: int, target: torch.Tensor) -> None:
-        """Fill ``target``, 1-D, with elements of the tensor from ``first`` on, row-major."""
+        """Fill the 1-D ``target`` with elements in row-major order, from element ``first`` on."""
         at, step = 0, max(1, _CHUNK_BYTES // self.cost)
         while at < len(target):
             count = min(step, len(target) - at)
@@ -63,7 +65,9 @@ class Node:
 
 
 class Source(Node):
-    """A tensor of a file. ``fetch(first, target)`` reads elements from ``first`` on."""
+    """A tensor of a file. ``fetch(first, target)`` fills ``target`` with elements from ``first``
+    on.
+    """
 
     def __init__(
         self,
@@ -116,7 +120,7 @@ class Source(Node):
 
 
 class _Memory(Node):
-    """Values that were computed."""
+    """Values that were computed and are in memory."""
 
     def __init__(self, values: torch.Tensor) -> None:
         super().__init__(values.shape, values.dtype)
@@ -167,7 +171,7 @@ class _Cat(Node):
 
 
 class _Cut(Node):
-    """Elements ``[start, start + length)`` of one dimension."""
+    """The indices ``[start, start + length)`` of ``source`` in dimension ``dim``."""
 
     def __init__(self, source: Node, dim: int, start: int, length: int) -> None:
         super().__init__((*source.shape[:dim], length, *source.shape[dim + 1 :]), source.dtype)
@@ -206,7 +210,7 @@ class _Permuted(Node):
 
 
 class _Viewed(Node):
-    """The same elements in the same order, in another shape."""
+    """The elements of ``source`` in the same order, in another shape."""
 
     def __init__(self, source: Node, shape: Sequence[int]) -> None:
         super().__init__(shape, source.dtype)
@@ -231,7 +235,7 @@ class _Viewed(Node):
 
 
 class Coded(Node):
-    """Codes of the rows of a matrix (``fsdpc.lowbit``), ``row_bytes`` each."""
+    """The quantized rows (``fsdpc.lowbit``) of a matrix, with ``row_bytes`` bytes per row."""
 
     def __init__(self, source: Node, codec: str, row_bytes: int) -> None:
         super().__init__((source.shape[0], row_bytes), torch.uint8)
@@ -245,7 +249,9 @@ class Coded(Node):
 
 
 def _by_rows(node: Node, offsets: Sequence[int], sizes: Sequence[int]) -> list[Run]:
-    """The runs of a block, index by index of its first dimension that is longer than one."""
+    """Return the runs of a block as the runs of its slices, one after the other: the block is
+    sliced at each index of its first dimension whose size is larger than one.
+    """
     dim = next(i for i, n in enumerate(sizes) if n > 1)
     if sizes[dim] > _MOST_RUNS:
         raise TypeError(f"its elements lie in more than {_MOST_RUNS} pieces")
@@ -260,7 +266,7 @@ def _by_rows(node: Node, offsets: Sequence[int], sizes: Sequence[int]) -> list[R
 
 
 def merged(runs: Sequence[Run]) -> list[Run]:
-    """The runs, with neighbours that lie one behind the other in a source joined."""
+    """Return the runs, but join runs that directly follow each other in a source."""
     found: list[Run] = []
     for source, begin, count in runs:
         if found and found[-1][0] is source and sum(found[-1][1:]) == begin:
@@ -271,13 +277,15 @@ def merged(runs: Sequence[Run]) -> list[Run]:
 
 
 class Lazy(torch.Tensor):
-    """A tensor without memory, see the module's text. ``node``: where its elements come from."""
+    """A tensor without memory; see the docstring of the module. ``node`` describes where the
+    elements come from.
+    """
 
     node: Node
 
     @staticmethod
     def __new__(cls, node: Node) -> Lazy:
-        """A contiguous tensor on the CPU, as far as torch can see."""
+        """Return a tensor that torch treats as a contiguous tensor on the CPU."""
         made: Lazy = make_wrapper_subclass(cls, node.shape, dtype=node.dtype, device="cpu")
         made.node = node
         return made
@@ -289,7 +297,9 @@ class Lazy(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Rearrange, or read the arguments and compute. ``TypeError``: an operation in place."""
+        """Return a ``Lazy`` if ``func`` only moves elements, else read the arguments and compute.
+        Raises ``TypeError`` for an operation in place.
+        """
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             raise TypeError(
@@ -299,7 +309,7 @@ class Lazy(torch.Tensor):
         if moved is None:
             args, kwargs = tree_map(_values, (args, kwargs))
             return tree_map(_as_lazy, func(*args, **kwargs))
-        expected = func(*tree_map(_outline, args), **kwargs)  # raises what torch raises
+        expected = func(*tree_map(_outline, args), **kwargs)  # raises as torch would
         found = moved(*args, **kwargs)
         pairs = zip(tree_leaves(expected), tree_leaves(found), strict=True)
         assert all((e.shape, e.dtype) == (f.shape, f.dtype) for e, f in pairs), func

@@ -1,5 +1,5 @@
-"""A model of transformers as its library and inference engines read it: names and forms of the
-tensors as on the Hub, ``config.json``, the generation's configuration, the tokenizer's files.
+"""The form of a save for transformers and inference engines: tensors with the names and shapes that
+they have on the Hub, ``config.json``, the generation configuration, and the tokenizer's files.
 """
 
 from __future__ import annotations
@@ -23,25 +23,30 @@ from fsdpc.checkpoint.pretrained import shadow_with
 
 
 class HubForm:
-    """The ``Form`` of a save for the Hub. ``tokenizer``: has ``save_pretrained``, or ``None``."""
+    """The ``Form`` of a save with the names and files of the Hub. ``tokenizer`` is ``None`` or has
+    a method ``save_pretrained``.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._model: Any = None
 
     def apply(self, model: nn.Module, found: Model) -> None:
-        """Give the entries the Hub's names and forms, see ``_as_on_hub``. Local."""
+        """Give the entries the names and forms of the Hub; see ``_as_on_hub``. Local."""
         self._model = _as_on_hub(model, found)
 
     def files(self, dtype: torch.dtype | None) -> dict[str, bytes]:
-        """The files beside the tensors, by name; ``dtype``: of the floats that are saved. Local."""
+        """Return the contents of the files that have no tensors, by file name. ``dtype`` is the
+        dtype in which floats are saved. Local.
+        """
         return _small_files(self._model, dtype, self._tokenizer)
 
 
 def _as_on_hub(model: nn.Module, found: Model) -> Any:
-    """Give the entries the names and forms that transformers saves. Returns transformers' model,
-    with tensors on the meta device. Local. ``TypeError``: there is no such model, or a conversion
-    does more than cut tensors.
+    """Give the entries the names and forms that transformers saves. Returns a copy of transformers'
+    model, with tensors on the meta device. Local. Raises ``TypeError`` if there is no single model
+    of transformers, if the model is quantized or has adapters of peft, or if a conversion does more
+    than cut tensors.
     """
     shadow = shadow_with(model, found)
     library = library_model(shadow)
@@ -113,7 +118,9 @@ def _entry(name: str, value: Any, entries: dict[int, Entry]) -> Entry:
 
 
 def _cut(spans: np.ndarray, runs: list[Any]) -> np.ndarray:
-    """The spans here of a tensor that consists of ``runs`` of another one, which has ``spans``."""
+    """Return this rank's spans of a tensor that consists of ``runs`` of another tensor. ``spans``
+    are this rank's spans of that other tensor.
+    """
     found, at = [], 0
     for _, begin, count in runs:
         low = np.maximum(spans[:, 0], begin)

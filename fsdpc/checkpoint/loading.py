@@ -2,7 +2,8 @@
 
 Each rank reads only the ranges of its own elements, straight into its shard. Nothing is written
 into the model or the optimizer before names, shapes, dtypes and (by default) all checksums were
-compared on all ranks. Checksums are verified together: each byte by one rank.
+compared on all ranks. The ranks divide the verification of checksums: each byte is verified by one
+rank.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from fsdpc.checkpoint.write import rows_of, waves
 Verify = Literal["before", "during", "no"]
 Found = Opened | TorchFiles
 _FILES_AT_ONCE = 4
-_WAVE_BYTES = 256 << 20  # read by one call, between two checks for signals
+_WAVE_BYTES = 256 << 20  # largest number of bytes that one call reads without a check for signals
 _COLUMNS = 6
 _MOST_NAMED = 20
 _ATTEMPTS = 10
@@ -59,9 +60,11 @@ _ATTEMPTS = 10
 
 @dataclass
 class Loaded:
-    """What ``load`` found. ``extra``: what this rank saved as ``extra``, ``None`` if another number
-    of ranks saved; ``extras``: what every rank saved. ``verified``: checksums were compared.
-    ``metric``: what ``Checkpointer.save`` was given.
+    """The result of ``load``. ``world`` is the number of ranks that saved. ``extra`` is what this
+    rank saved as ``extra``, or ``None`` if another number of ranks saved; ``extras`` has what every
+    rank saved. ``missing`` lists names that the checkpoint lacks, ``unexpected`` names that the
+    model lacks. ``verified`` is True if checksums were compared. ``metric`` is the value that
+    ``Checkpointer.save`` was given.
     """
 
     path: AnyPath
@@ -77,8 +80,9 @@ class Loaded:
 
 @dataclass
 class Work:
-    """Entries that this rank reads, each with its place in a file. ``pairs``: names here and in the
-    checkpoint, equal on all ranks. ``shared``: places that several ranks read whole, known to all.
+    """The entries that this rank reads, each with its place in a file. ``pairs`` has two names of
+    each loaded tensor, in the model and in the checkpoint; the list must be equal on all ranks.
+    ``shared`` has the places that several ranks read whole; all ranks have the same list.
     """
 
     items: list[tuple[Entry, StoredFile, Place]]
@@ -109,11 +113,12 @@ def load_steps(
     holds_model: bool = True,
     digest: int | None = None,
 ) -> Iterator[Loaded | None]:
-    """See ``fsdpc.checkpoint.load``. Yields ``None`` when all is checked and nothing is changed
-    yet, and what was loaded at the end. Collective.
+    """Load a checkpoint in two steps; see ``fsdpc.checkpoint.load``. Yields ``None`` when
+    everything is checked and nothing is changed yet, and a ``Loaded`` at the end. Collective.
 
-    ``holds_model``: False for a part that holds an optimizer's state and not the model's tensors.
-    ``digest``: what this checkpoint's manifest must have; for a part, the manifest above states it.
+    ``holds_model`` is False for a part of a checkpoint that has an optimizer's state but no tensors
+    of the model. ``digest`` is given for a part of a checkpoint: the digest of the part's manifest
+    according to the manifest of the whole checkpoint.
     """
     what = f"loading checkpoint {path}"
     with ranks.step(what) as seen:
@@ -188,7 +193,7 @@ def load_steps(
 
 
 def _refuse_parts(found: Found, target: Model) -> None:
-    """``CheckpointError``: the checkpoint has several models, and the caller gives only one."""
+    """Raise ``CheckpointError`` if the checkpoint has several models and the caller gives one."""
     parts = list(parts_in(found)) if target.entries else []
     if parts:
         raise CheckpointError(
@@ -198,7 +203,9 @@ def _refuse_parts(found: Found, target: Model) -> None:
 
 
 def parts_in(found: Found) -> dict[str, int]:
-    """The parts of a checkpoint of several models, each with the digest of its manifest. Local."""
+    """Return the names of the parts of a checkpoint of several models, each with the digest of the
+    part's manifest. Local.
+    """
     if found.manifest is None:
         return {}
     ending = f"/{_manifest.NAME}"
@@ -207,8 +214,9 @@ def parts_in(found: Found) -> dict[str, int]:
 
 
 def _read_states(found: Found, ranks: Ranks, states: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved state of each object in ``states``; this rank's, if each rank had its own.
-    ``CheckpointError``: a state is missing, or each of another number of ranks had its own.
+    """Return the saved state of each object in ``states``: this rank's state, if each rank saved
+    its own. Raises ``CheckpointError`` if a state is missing, or if each rank saved its own state
+    and another number of ranks saved.
     """
     if not states:
         return {}
@@ -231,13 +239,13 @@ def _read_states(found: Found, ranks: Ranks, states: Mapping[str, Any]) -> dict[
 
 
 def open_together(path: AnyPath, ranks: Ranks, what: str, *, links: bool = False) -> Found:
-    """Open the same checkpoint on every rank: again, if another process has replaced it meanwhile.
-    ``CheckpointError``: the ranks see different files.
+    """Open the same checkpoint on every rank. If another process replaces the checkpoint meanwhile,
+    open it again. Raises ``CheckpointError`` if the ranks see different files.
     """
     for _ in range(_ATTEMPTS):
         with ranks.step(what) as opened:
             found = open_any(path, links=links)
-            own = found.stamp if found.manifest is None else None  # else the digest is enough
+            own = found.stamp if found.manifest is None else None  # a manifest's digest is enough
             opened.value = _identity(found), ranks.host, repr(own)
         same = all(identity == opened.values[0][0] for identity, _, _ in opened.values)
         hosts = {host for _, host, _ in opened.values}
@@ -245,12 +253,12 @@ def open_together(path: AnyPath, ranks: Ranks, what: str, *, links: bool = False
             return found
     if not same:
         raise CheckpointError(f"{what}: the ranks see different files under this path")
-    return found  # the same files, of which each rank has its own copy
+    return found  # equal files, but each rank has its own copy of them
 
 
 def _identity(found: Found) -> int:
     if found.manifest is not None:
-        return found.manifest.digest  # covers the digests of all headers, which were compared
+        return found.manifest.digest  # the manifest contains the digests of all headers
     crc = 0
     for stored in found.sets.values():
         for name, (file, place) in stored.where.items():
@@ -259,7 +267,7 @@ def _identity(found: Found) -> int:
 
 
 def check_equal(digests: Sequence[int], what: str) -> None:
-    """``CheckpointError`` if ranks took other tensors of the checkpoint, or under other names."""
+    """Raise ``CheckpointError`` if ranks load different tensors, or load them under other names."""
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         named = f"rank {others[0]} loads" if len(others) == 1 else f"ranks {others} load"
@@ -283,8 +291,9 @@ def match(
     kept: set[str],
     chosen: Callable[[str], bool],
 ) -> tuple[Work, list[str], list[str]]:
-    """The model's entries with their places; names that are missing from the files; names that the
-    model does not have. ``CheckpointError``: shapes or dtypes differ.
+    """Return the model's entries with their places in the files, the names that are missing from
+    the files, and the names that the model does not have. Raises ``CheckpointError`` if shapes or
+    dtypes differ.
     """
     names: dict[str, list[str]] = {entry.name: [entry.name] for entry in target.entries}
     for alias, name in target.aliases.items():
@@ -355,7 +364,9 @@ def _problem(entry: Entry, place: Place, cast: bool) -> str | None:
 
 
 def _shares_elements(tensor: torch.Tensor) -> bool:
-    """True where ``copy_`` would raise: it must not, once other tensors have been overwritten."""
+    """Return True if ``copy_`` into the tensor would raise, because its elements share memory. The
+    load checks this before it overwrites other tensors.
+    """
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in pairs)
 
@@ -392,8 +403,9 @@ def _match_optimizer(
     own_name: Callable[[str], str],
     taken: dict[str, str],
 ) -> tuple[NewState, Work]:
-    """The optimizer's new state with the places of its tensors. ``meant``: the chosen names of the
-    model, and what chooses others. ``taken``: names of the model -> the stored ones that are read.
+    """Return the optimizer's new state, and the entries of its tensors with their places. ``meant``
+    has the chosen names of the model, and the function that chooses other names. ``taken`` has for
+    each loaded name of the model the name of the stored tensor.
     """
     if found.optimizer is None:
         raise CheckpointError(f"{found.path} holds no optimizer state: load without optimizer=")
@@ -454,8 +466,10 @@ def _second_states(
     known_name: Callable[[str], str],
     taken: dict[str, str],
 ) -> set[str]:
-    """Other names under which the checkpoint stores a parameter that is tied now but was not when
-    the checkpoint was saved. ``CheckpointError``: it is unclear which of the names is its own.
+    """Return stored names whose states are not loaded. If a parameter is tied now but was not tied
+    when the checkpoint was saved, the checkpoint has a state under each of the parameter's names.
+    Only one of these states is loaded. Raises ``CheckpointError`` if it is unclear which state to
+    load.
     """
     found: dict[str, list[str]] = {}
     for stored in stored_names:
@@ -476,8 +490,8 @@ def _second_states(
 
 
 def _by_number(found: Found, held: list[list[list[str]]]) -> Callable[[str], str]:
-    """A function from the numbers in an optimizer's ``state_dict()`` to names: parameters count in
-    the order of the groups, as for ``load_state_dict``.
+    """Return a function from the numbers in an optimizer's ``state_dict()`` to names. Parameters
+    are numbered in the order of the groups, as for ``load_state_dict``.
     """
     _, groups = found.optimizer_forms(lambda name: None)
     counts = [len(group["params"]) for group in groups]
@@ -503,8 +517,9 @@ def _refuse_tables(
     shapes: dict[str, tuple[int, ...]],
     world: int,
 ) -> None:
-    """``CheckpointError``: a state has neither one element per element of its parameter nor one in
-    all. That also finds parameters in another order than saved, where their shapes differ.
+    """Raise ``CheckpointError`` if a state has neither one element per element of its parameter nor
+    a single element. This check also detects parameters that are in another order than when they
+    were saved, if their shapes differ.
     """
     places = [(name, key, kind, where[f"state.{name}.{key}"][1])
               for name, form in kinds.items() for key, kind in form.items()
@@ -526,7 +541,9 @@ def _refuse_tables(
 def _read_values(
     found: Found, ranks: Ranks, scheduler: Any, own_name: Callable[[str], str]
 ) -> tuple[Loaded, Any, dict[str, Any]]:
-    """A ``Loaded`` without names yet, the scheduler's state, extra states by the model's keys."""
+    """Return a ``Loaded`` whose ``missing`` and ``unexpected`` are still empty, the scheduler's
+    state, and the extra states by the model's keys.
+    """
     extra_state: dict[str, Any] = {}
     for stored, value in found.extra_states().items():
         key = own_name(stored)
@@ -554,7 +571,7 @@ def _read_values(
 
 
 def verify_all(works: Sequence[Work], found: Found, ranks: Ranks, what: str) -> None:
-    """Read once all that will be loaded, each byte on one rank, and compare the digests."""
+    """Read everything that will be loaded, each byte on one rank, and compare the digests."""
     with ranks.step(what) as checked:
         checked.value = [_read_digests(work, ranks) for work in works]
     with ranks.step(what):
@@ -585,11 +602,12 @@ def _compare_read(
     found: Found,
     parts: list[list[tuple[np.ndarray, np.ndarray]]],
 ) -> None:
-    """Compare the digests of what has gone into the model, all ranks' reads together."""
+    """Compare the digests of the bytes that all ranks have read into the model."""
     try:
         for work, received in zip(works, parts, strict=True):
             rows, crcs = _without_doubles(work, received)
-            # A flat parameter's common number (``step``) is read under its first name alone.
+            # A flat parameter has a number such as ``step`` once. The number is read only under the
+            # first of the parameter's names.
             read = {int(index) for index in rows[:, 0]}
             shared = [(file, place) for file, place in work.shared if place.index in read]
             _compare(Work(work.items, [], shared), found, [(rows, crcs)])
@@ -602,8 +620,8 @@ def _compare_read(
 def _without_doubles(
     work: Work, received: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """All fragments; what several replicas have read is listed once. ``CheckpointError``: replicas
-    have read different bytes.
+    """Return all fragments; a fragment that several replicas have read is listed once. Raises
+    ``CheckpointError`` if replicas have read different bytes.
     """
     rows, crcs = joined(received)
     keyed = np.concatenate([rows, crcs[:, None].astype(np.int64)], axis=1)
@@ -622,8 +640,9 @@ def _without_doubles(
 
 
 def _compare_lent(work: Work, found: Found, read: tuple[np.ndarray, np.ndarray]) -> None:
-    """Verify the few bytes that this rank has read and another one owns: read their whole block,
-    whose digest is known, and compare both the block and these bytes.
+    """Verify the few bytes that this rank has read but another rank writes (``Entry.borrowed``).
+    Read the whole block that contains these bytes. Compare the block's digest with the manifest,
+    and the digest of these bytes with that of the bytes that were read before.
     """
     assert found.manifest is not None
     places = {place.index: (file, place) for _, file, place in work.items}
@@ -668,8 +687,8 @@ def _compare(work: Work, found: Found, parts: Sequence[tuple[np.ndarray, np.ndar
 def read_into(
     work: Work, found: Found, compares: bool, advance: Callable[[int], object] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Read this rank's elements into their memory. Returns fragments and digests. ``advance`` gets
-    the number of bytes of each part that is read into host memory.
+    """Read this rank's elements into their memory. Returns fragments and their digests. ``advance``
+    is called with the number of bytes of each part that is read into host memory.
     """
     tables: dict[str, tuple[StoredFile, list[np.ndarray]]] = {}
     done = []
@@ -725,7 +744,9 @@ def _read_tables(
 
 
 def read_rows(file: StoredFile, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As ``read_table``; a file that is not safetensors is read without digests."""
+    """Read ranges, and return fragments and their digests as ``read_table`` does. The result is
+    empty if the file is not safetensors.
+    """
     if file.read is None:
         return read_table(file, rows)
     file.read(rows)
@@ -759,7 +780,9 @@ def _read_from(file: StoredFile, rows: np.ndarray, fd: int) -> tuple[np.ndarray,
 def _read_to_devices(
     items: Sequence[tuple[Entry, StoredFile, Place]], *, borrowed: bool = False
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Read into memory of GPUs, through staging; in the end the stream waits, not the host."""
+    """Read into the memory of GPUs through staging buffers. At the end torch's stream waits for the
+    copies; the host does not.
+    """
     files: dict[str, tuple[StoredFile, list[tuple[Entry, np.ndarray]]]] = {}
     for entry, file, place in items:
         rows = rows_of(place, entry, entry.borrowed if borrowed else entry.spans)

@@ -1,7 +1,8 @@
-"""``fsdpc.json``: what a checkpoint consists of, with a digest of everything. It is written last.
+"""The manifest ``fsdpc.json``, which lists the files of a checkpoint with their digests.
 
-Every file is in it: the safetensors files by their header and by each tensor and block, the others
-whole. The manifest's own digest covers its text without the digest.
+The manifest is written last and lists every other file. For a safetensors file it has digests of
+the header, of each tensor and of each block; for any other file, one digest. The manifest's own
+digest covers the text of the manifest without this digest.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ _FORMAT = "fsdpc.checkpoint"
 _VERSION = 1
 _BETWEEN = ",\n  "
 _text = json.encoder.encode_basestring
-_PATH = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*", re.ASCII)  # at most one folder; none is hidden
+_PATH = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*", re.ASCII)  # at most one folder; no hidden names
 
 
 @dataclass
 class Manifest:
-    """``headers``: path of a safetensors file -> (bytes of the file, digest of its header).
-    ``tensors``: path -> name -> digest, in a manifest that was read; ``written``: path -> the text
-    of these digests, in one that is made. ``files``: path of another file -> (bytes, digest).
-    ``codings``: path -> name -> how the tensor's codes were made; None: unknown.
-    ``published``: see ``steps``; ``metric``: see ``Checkpointer``.
+    """The content of a manifest. The keys of the following dicts are paths of files.
+
+    ``headers``: for a safetensors file, the size of the file and the digest of its header.
+    ``tensors``: in a manifest that was read, the digests of a file's tensors by name. ``written``:
+    in a manifest that is being made, the text of these digests. ``files``: for any other file, its
+    size and digest. ``codings``: how quantized tensors were made, by name; None if this is unknown.
+    For ``published`` see ``steps``, for ``metric`` see ``Checkpointer``.
     """
 
     step: int | None = None
@@ -46,7 +49,7 @@ class Manifest:
     written: dict[str, str] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     codings: dict[str, dict[str, Coding]] | None = field(default_factory=dict)
-    digest: int = 0  # of the text that was read
+    digest: int = 0  # digest of the whole text that was read
 
     def add_set(self, layout: Layout, digests: Digests) -> None:
         """Add a set whose tensors have these digests, in the set's order."""
@@ -66,7 +69,7 @@ class Manifest:
         self.files[path] = (len(content), _C.ckpt_crc32c(content))
 
     def encode(self) -> bytes:
-        """The manifest's text."""
+        """Return the text of the manifest."""
         body: dict[str, Any] = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -80,7 +83,7 @@ class Manifest:
             **({} if self.codings is None else {"codes": _forms(self.codings)}),
         }
         most = json.dumps(body, indent=1, ensure_ascii=False).removesuffix("\n}")
-        # json.dumps with an indent uses the encoder in Python: too slow for many tensors.
+        # json.dumps with an indent uses an encoder in Python, which is slow for many tensors.
         read = {path: _BETWEEN.join([_member(name, digest) for name, digest in tensors.items()])
                 for path, tensors in self.tensors.items()}  # fmt: skip
         parts = [_record(path, text) for path, text in sorted((self.written | read).items())]
@@ -95,7 +98,10 @@ def _forms(codings: dict[str, dict[str, Coding]]) -> dict[str, dict[str, list[An
 
 
 def split(made: Manifest, parts: list[str], write: Callable[[str, bytes], object]) -> None:
-    """Move what belongs to parts into manifests of theirs, which ``write`` puts into files."""
+    """Make a manifest for each part, move the part's entries from ``made`` into this manifest, and
+    list the manifest as a file in ``made``. ``write`` is called with the path and the content of
+    each new manifest.
+    """
     for part in parts:
         own = Manifest(made.step, made.world)
         for name in ("headers", "written", "files", "codings"):
@@ -108,7 +114,7 @@ def split(made: Manifest, parts: list[str], write: Callable[[str, bytes], object
 
 
 def _signed(text: str) -> bytes:
-    """The text of a JSON object with its own digest as the last member."""
+    """Return the text of a JSON object, with the digest of the text added as the last member."""
     crc = _C.ckpt_crc32c((text + "\n").encode())
     return f'{text[:-2]},\n "crc32c": "{_hex(crc)}"\n}}\n'.encode()
 
@@ -121,7 +127,7 @@ def _check_signature(text: bytes) -> None:
 
 
 def is_whole(text: bytes) -> bool:
-    """Whether a manifest's text is the one that was written."""
+    """Return whether the text of a manifest is complete and not damaged."""
     try:
         _check_signature(text)
     except (CheckpointError, ValueError):
@@ -138,13 +144,15 @@ def _record(key: str, members: str) -> str:
 
 
 def _member(name: str, digest: Digest) -> str:
-    """A tensor's digests, as ``add_set`` writes them."""
+    """Return the text of a tensor's digests, in the form that ``add_set`` writes."""
     blocks = "".join(map(_hex, digest.blocks)) if len(digest.blocks) > 1 else ""
     return f'{_text(name)}: ["{_hex(digest.whole)}"{_BETWEEN}"{blocks}"]'
 
 
 def decode(text: bytes) -> Manifest:
-    """The manifest of a text. ``CheckpointError``: the text is damaged, or of another version."""
+    """Return the manifest with this text. Raises ``CheckpointError`` if the text is damaged or has
+    another version.
+    """
     try:
         return _decode(text)
     except CheckpointError:

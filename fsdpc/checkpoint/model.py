@@ -1,8 +1,8 @@
 """A model's tensors as entries: units of fsdpc, of torch's FSDP, DTensors and plain tensors.
 
 The names are those of the unsharded model's ``state_dict()``; a tied parameter has the first of its
-names. The order is that of the units, and in a unit that of its flat parameter, so that a rank's
-part of a unit is one run of the file.
+names. Entries are in the order of the units and, within a unit, in the order of its flat parameter,
+so that a rank's shard of a unit is one contiguous range of the file.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ from fsdpc.lowbit import coded_layers
 
 @dataclass
 class Model:
-    """What a checkpoint holds of a model; equal on all ranks but for what the entries have here."""
+    """What a checkpoint contains of a model. This object is equal on all ranks, except for the
+    spans and the memory of its entries.
+    """
 
     everyone: tuple[int, int]
     entries: list[Entry] = field(default_factory=list)
-    aliases: dict[str, str] = field(default_factory=dict)  # every other name -> the entry's
+    aliases: dict[str, str] = field(default_factory=dict)  # other name -> the entry's name
     params: list[OptimParam] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)  # get_extra_state() of modules
-    touched: list[torch.Tensor] = field(default_factory=list)  # changed in place by loading
+    touched: list[torch.Tensor] = field(default_factory=list)  # the tensors that a load changes
     # Non-persistent buffers that nobody has written since to_empty().
     unwritten: list[str] = field(default_factory=list)
 
@@ -59,11 +61,11 @@ class Model:
 
 
 def read_model(model: nn.Module, everyone: tuple[int, int]) -> Model:
-    """The tensors of a model. ``everyone``: this rank and the number of ranks that take part, which
-    all have the tensors that nothing shards. Local.
+    """Return the tensors of a model. ``everyone`` is this rank and the number of ranks that take
+    part. All of these ranks have the tensors that are not sharded. Local.
 
-    ``RuntimeError``: inside ``summon_full_params``. ``TypeError``, ``ValueError``: a parameter
-    whose elements are unknown on this rank, by name.
+    Raises ``RuntimeError`` inside ``summon_full_params``, and ``TypeError`` or ``ValueError`` if it
+    is not known which elements of a parameter this rank has. The error names the parameter.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -102,7 +104,7 @@ def _add_codings(found: Model, model: nn.Module) -> None:
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """What ``get_extra_state`` of the modules that have one returns, by clean names. Local."""
+    """Return the results of the modules' own ``get_extra_state``, by clean names. Local."""
     having = [
         (join(clean_fqn(name), "_extra_state"), module)
         for name, module in model.named_modules()
@@ -114,7 +116,7 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def is_managed(model: nn.Module) -> bool:
-    """True if a parameter of ``model`` lies in a flat shard of a unit outside it."""
+    """Return True if a parameter of ``model`` is in the flat shard of a unit outside ``model``."""
     owners = [_writeback.owner_of(param) for param in model.parameters()]
     return any(unit is not None and not unit.dtensors for unit in owners)
 
@@ -203,9 +205,9 @@ def _unit_entries(named: UnitEntry) -> list[Entry]:
 # --- plain tensors and DTensors ------------------------------------------------------------------
 
 
-@torch.no_grad()  # local tensors of DTensors without a graph
+@torch.no_grad()  # to_local() must not record a graph
 def _add_params(found: Model, model: nn.Module) -> None:
-    """Parameters that no unit has taken, each with all its names."""
+    """Add the parameters that are in no unit, each with all its names."""
     taken = {id(each.param) for each in found.params}
     params: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for raw, param in model.named_parameters(remove_duplicate=False):
@@ -226,7 +228,7 @@ def _add_param(found: Model, name: str, param: nn.Parameter, names: list[str]) -
 
 
 def _add_scales(found: Model, names: list[str], param: nn.Parameter) -> None:
-    """Add the scales that every rank holds beside a parameter's codes."""
+    """Add the scales of a quantized parameter, which every rank has beside the parameter."""
     for key, scale in scales(param):
         entry = tensor_entry(f"{names[0]}.{key}", scale, f"scales of {names[0]}", found.everyone)
         entry.exact = True
@@ -249,7 +251,7 @@ def _add_buffers(found: Model, model: nn.Module) -> None:
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Name, buffer, and whether it is persistent."""
+    """Yield for each buffer its name, the buffer, and whether the buffer is persistent."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():
             if buffer is not None:
@@ -260,7 +262,7 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 def tensor_entry(
     name: str, tensor: torch.Tensor, what: str, everyone: tuple[int, int] = (0, 1)
 ) -> Entry:
-    """The entry of a DTensor, or of a plain tensor that every rank has and the first one saves."""
+    """Return the entry of a DTensor, or of a plain tensor that all ranks have and rank 0 saves."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         _refuse_meta(tensor, what)
         raise TypeError(
@@ -285,8 +287,8 @@ def _refuse_meta(tensor: torch.Tensor, what: str) -> None:
 
 
 class _Block(NamedTuple):
-    """Where the elements of a DTensor's local tensor lie; ``spans`` is shared, and not to change.
-    ``sizes`` None: this rank is not in the mesh.
+    """The block of a DTensor that this rank has. ``spans`` is shared by several tensors and must
+    not be changed. ``sizes`` is None if this rank is not in the mesh.
     """
 
     sizes: tuple[int, ...] | None
@@ -295,7 +297,7 @@ class _Block(NamedTuple):
     ranks: int
 
 
-# The blocks of each mesh, by shape and placements: a model's parameters have few of them.
+# A cache of the blocks of each mesh, by shape and placements. A model has few different blocks.
 _blocks: weakref.WeakKeyDictionary[Any, dict[Any, _Block]] = weakref.WeakKeyDictionary()
 
 

@@ -1,4 +1,4 @@
-"""Which tensors are saved or loaded (``only``), and other names for those of a checkpoint
+"""Selection of the tensors to save or load (``only``), and renaming of a checkpoint's tensors
 (``rename``).
 """
 
@@ -17,8 +17,9 @@ _MOST_SHOWN = 3
 
 
 def chooser(only: Only) -> Callable[[str], bool]:
-    """A function, True for names that are meant: any, those of a pattern (``*``, ``?``, ``[abc]``)
-    or of one of several, or what a function chooses. ``TypeError``: ``only`` is none of these.
+    """Return a function that is True for the names that ``only`` selects: all names for None, the
+    names that match a pattern (``*``, ``?``, ``[abc]``) or one of several patterns, or the names
+    for which a function is true. Raises ``TypeError`` if ``only`` is none of these.
     """
     if only is None:
         return lambda name: True
@@ -32,12 +33,14 @@ def chooser(only: Only) -> Callable[[str], bool]:
 
 
 def lasting(only: Only) -> Only:
-    """``only`` for several calls: an iterator would be empty after the first one."""
+    """Return ``only`` in a form that can be used several times: an iterator becomes a list."""
     return only if only is None or isinstance(only, str) or callable(only) else list(only)
 
 
 def renamer(rename: Rename) -> Callable[[str], str]:
-    """A function from a checkpoint's name to the model's. ``TypeError``: ``rename`` gives none."""
+    """Return a function from names in the checkpoint to names in the model. Raises ``TypeError`` if
+    ``rename`` is neither None, nor a mapping, nor a function.
+    """
     if rename is None:
         return lambda name: name
     if isinstance(rename, Mapping):
@@ -49,8 +52,8 @@ def renamer(rename: Rename) -> Callable[[str], str]:
 
 
 def chosen_names(model: Model, chosen: Callable[[str], bool], only: Only) -> set[str]:
-    """The names of the entries that ``only`` means; a tied tensor by any of its names.
-    ``ValueError``: ``only`` means no entry.
+    """Return the names of the entries that ``only`` selects. A tied tensor is selected by any of
+    its names. Raises ``ValueError`` if ``only`` selects no entry.
     """
     aliases = {name for alias, name in model.aliases.items() if chosen(alias)}
     kept = {entry.name for entry in model.entries if chosen(entry.name)} | aliases
@@ -61,8 +64,8 @@ def chosen_names(model: Model, chosen: Callable[[str], bool], only: Only) -> set
 
 
 def cut_model(model: Model, chosen: Callable[[str], bool], only: Only) -> set[str]:
-    """Leave only the tensors and extra states that ``only`` means. Returns the tensors' names.
-    ``ValueError``: ``only`` means no tensor.
+    """Remove the tensors and extra states that ``only`` does not select. Returns the names of the
+    selected tensors. Raises ``ValueError`` if ``only`` selects no tensor.
     """
     kept = chosen_names(model, chosen, only)
     model.entries = [entry for entry in model.entries if entry.name in kept]
@@ -72,7 +75,7 @@ def cut_model(model: Model, chosen: Callable[[str], bool], only: Only) -> set[st
 
 
 def cut_state(state: State, kept: set[str]) -> None:
-    """Leave only the states of the parameters with these names."""
+    """Remove the states of all parameters except those with the names ``kept``."""
     state.kinds = {name: form for name, form in state.kinds.items() if name in kept}
     names = {state_name(name, key) for name, form in state.kinds.items() for key in form}
     state.entries = [entry for entry in state.entries if entry.name in names]
@@ -80,7 +83,7 @@ def cut_state(state: State, kept: set[str]) -> None:
 
 
 def cut_groups(groups: list[dict[str, Any]], kept: set[str]) -> None:
-    """Leave only the parameters with these names; groups without any parameter go."""
+    """Remove all parameters except those with the names ``kept``, and then empty groups."""
     for group in groups:
         group["params"] = [name for name in group["params"] if name in kept]
     groups[:] = [group for group in groups if group["params"]]

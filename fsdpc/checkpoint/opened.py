@@ -1,7 +1,7 @@
-"""A checkpoint on disk: its tensors and where they lie, checked before anything is read.
+"""A checkpoint on disk: its tensors and their places in files, checked before tensors are read.
 
-What fsdpc has written has a manifest. Any other folder or file of safetensors is read as well,
-without checksums.
+A checkpoint that fsdpc has written has a manifest. Any other folder or file of safetensors is read
+as well, without checksums.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ _MOST_SHOWN = 12
 
 @dataclass
 class StoredFile:
-    """A file, mostly of safetensors, and its tensors in the order in which they lie."""
+    """A file, usually of safetensors, and its tensors in the order in which the file has them."""
 
     path: AnyPath
-    name: str  # in the manifest
+    name: str  # the file's name in the manifest
     nbytes: int
     places: list[Place]
     metadata: dict[str, str]
     held: Held | RemoteFile | None = None
-    read: Callable[[np.ndarray], None] | None = None  # reads ranges of another format
-    leaves: Sequence[Any] | None = None  # of another format: its tensors, see ``Stored``
+    # Only for a file that is not safetensors: a function that reads a table of ranges, and the
+    # tensors of the file (see ``Stored``).
+    read: Callable[[np.ndarray], None] | None = None
+    leaves: Sequence[Any] | None = None
 
 
 @dataclass
 class StoredSet:
-    """The tensors of a set by name: ``where[name]`` is a file and a place in it."""
+    """The files and tensors of a set. ``where[name]`` is the file and the place of a tensor."""
 
     files: list[StoredFile] = field(default_factory=list)
     where: dict[str, tuple[StoredFile, Place]] = field(default_factory=dict)
@@ -57,12 +59,12 @@ class StoredSet:
 class Opened:
     """A checkpoint whose headers were read and compared with the manifest. Local.
 
-    ``path``: a folder, or one safetensors file. ``links``: see ``Root``. ``CheckpointError`` names
-    the file and what is wrong: damaged or hostile headers, missing files, names that leave the
-    folder, symbolic links.
+    ``path`` is a folder or one safetensors file. For ``links`` see ``Root``. Raises
+    ``CheckpointError``, which names the file, for damaged or malicious headers, missing files,
+    names that lead out of the folder, and symbolic links.
     """
 
-    numbered = False  # parameters of the optimizer have names
+    numbered = False  # true if an optimizer's state has its parameters by number, not by name
 
     def __init__(self, path: AnyPath, *, links: bool = False) -> None:
         self.path = path = place_of(path)
@@ -87,16 +89,18 @@ class Opened:
 
     @property
     def stamp(self) -> Any:
-        """See ``Root.stamp``."""
+        """Return the stamps of the opened files; see ``Root.stamp``."""
         return self.root.stamp
 
     def check_unwritten(self) -> None:
-        """See ``Root.check_unwritten``; does nothing with checksums, which say more."""
+        """Check the files as ``Root.check_unwritten`` does, but only if there is no manifest: the
+        checksums of a manifest detect more.
+        """
         if self.manifest is None:
             self.root.check_unwritten()
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """A JSON file of the checkpoint, compared with the manifest."""
+        """Return the content of a JSON file, after it was compared with the manifest."""
         content = self.read_small(name)
         try:
             body = json.loads(content)
@@ -107,7 +111,7 @@ class Opened:
         return body
 
     def values(self, name: str, key: str) -> Any:
-        """The plain values under one key of a JSON file."""
+        """Return the plain values under one key of a JSON file."""
         body = self.read_json(name)
         if key not in body:
             raise CheckpointError(f"{self.root.path / name} is damaged: it has no {key!r}")
@@ -115,7 +119,7 @@ class Opened:
 
     @property
     def kind(self) -> str:
-        """What the checkpoint is, in words."""
+        """Return a text for users that says what kind of checkpoint this is."""
         if self.manifest is None:
             return "safetensors without a manifest of fsdpc"
         step = "" if self.manifest.step is None else f" of step {self.manifest.step}"
@@ -123,14 +127,18 @@ class Opened:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Other names of tensors -> their stored names, from the files' metadata."""
+        """Return a dict from aliases of tensors to the names under which the tensors are stored.
+        The aliases come from the metadata of the files.
+        """
         pairs = [pair for file in self.model.files for pair in file.metadata.items()]
         where = self.model.where
         return {alias: name for alias, name in pairs if name in where and alias not in where}
 
     @property
     def left(self) -> list[str]:
-        """What is in the folder or in a file's metadata, and is no part of the checkpoint."""
+        """Return the names in the folder, and the keys in files' metadata, that do not belong to
+        the checkpoint.
+        """
         files = [file for stored in self.sets.values() for file in stored.files]
         known = {"format", *self.aliases}
         left = [f"{key!r} in the metadata of {file.name}" for file in files for key in file.metadata
@@ -138,17 +146,17 @@ class Opened:
         return left + (self.root.unopened() if self.path.is_dir() else [])
 
     def scheduler_state(self) -> Any:
-        """The scheduler's state; ``None`` if there is none."""
+        """Return the scheduler's state, or ``None`` if there is none."""
         return None if self.manifest is None else self.values(STATE_JSON, "scheduler")
 
     def extra_states(self) -> dict[str, Any]:
-        """What modules' ``get_extra_state()`` returned at the save, by name."""
+        """Return the saved results of the modules' ``get_extra_state()``, by name."""
         return {} if self.manifest is None else self.values(STATE_JSON, "extra_state")
 
     def optimizer_forms(
         self, shape_of: Callable[[str], tuple[int, ...] | None]
     ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-        """``kinds`` and ``groups`` as in ``optimizer.State``."""
+        """Return ``kinds`` and ``groups`` of the optimizer's state; see ``optimizer.State``."""
         return self.values(OPTIMIZER_JSON, "kinds"), self.values(OPTIMIZER_JSON, "param_groups")
 
     # --- the parts ---
@@ -182,7 +190,7 @@ class Opened:
         for name in found.files:
             try:
                 self.root.open(name)
-            except CheckpointError as error:  # raised when this file is read
+            except CheckpointError as error:  # ``_read`` raises the error later
                 if self.root.replaced():
                     raise
                 self._small[name] = error
@@ -197,7 +205,7 @@ class Opened:
         return held.read(held.size, 0, path)
 
     def read_small(self, name: str) -> bytes:
-        """A file that holds no tensors, compared with the manifest."""
+        """Return the content of a file without tensors, after it was compared with the manifest."""
         content = self._read(name)
         if self.manifest is not None:
             known = self.manifest.files.get(name)
@@ -267,7 +275,7 @@ class Opened:
 
 
 def _inside(root: AnyPath) -> str:
-    """The checkpoints in a folder, for a message."""
+    """Return a text for an error message that lists the checkpoints in a folder."""
     held = read_steps(root)
     notes = {folder_of(root, step).name: " (abandoned)" for step in held.abandoned}
     notes |= {folder_of(root, step).name: " (the newest)" for step in held.live[:1]}
@@ -315,7 +323,7 @@ def _collect(files: list[StoredFile]) -> StoredSet:
 
 
 def file_names(table: Any, index: AnyPath) -> list[str]:
-    """The files of an index, each a plain name in its folder."""
+    """Return the names of the files in an index, after checking that they are plain names."""
     if not isinstance(table, dict) or not all(
         isinstance(name, str) and isinstance(file, str) for name, file in table.items()
     ):
@@ -338,7 +346,7 @@ def compare_index(table: dict[str, str], found: StoredSet, index: AnyPath) -> No
 
 
 def _read_header(held: Held | RemoteFile, path: AnyPath) -> bytes:
-    """A file's bytes before its data; the length is checked before it is used."""
+    """Return the bytes of a file before its data. The length of the header is checked first."""
     if held.size < 8:
         raise CheckpointError(f"{path} has {held.size} bytes: no safetensors file is so short")
     first = held.read(8, 0, path)

@@ -1,14 +1,17 @@
-"""An optimizer's state as entries named ``state.<parameter>.<key>``, and its structure in JSON.
+"""The state of an optimizer in a checkpoint: tensors named ``state.<parameter>.<key>``, and a
+description in JSON of the state's structure.
 
-``cut``: a tensor of the parameter's shape on each rank, one element per element of the parameter.
-``whole``: any other tensor (Adam's 0-dim ``step``), equal on all ranks that hold elements of the
-parameter. ``value``: a number or text, in JSON. ``blocks``: one element per block of so many
-consecutive elements of the whole parameter (``fsdpc.optim``'s scales and means); the rank that has
-a block's first element writes it, and every rank that has elements of it reads it. A state that one
-rank keeps whole (``Held``) is ``cut`` if it has the parameter's shape, else ``whole``.
+Each value of a state has one of four kinds. ``cut``: a tensor that has the local shape of the
+parameter on each rank, with one element per element of the parameter. ``whole``: any other tensor
+(Adam's 0-dim ``step``), equal on all ranks that have elements of the parameter. ``value``: a number
+or text, in JSON. ``blocks``: a tensor with one element per block of a fixed number of consecutive
+elements of the whole parameter (the scales and means of ``fsdpc.optim``). The rank that has the
+first element of a block writes the block's value, and every rank that has elements of the block
+reads the value. A value of which one rank keeps all elements (``Held``) is ``cut`` if it has the
+parameter's shape, else ``whole``.
 
-An optimizer with ``span_states`` (see ``fsdpc.optim._spanned``) has a state of its own for each
-whole parameter, also where a flat parameter covers several.
+An optimizer with ``span_states`` (see ``fsdpc.optim._spanned``) has a separate state for each
+parameter of the unsharded model, even if one flat parameter covers several of these parameters.
 """
 
 from __future__ import annotations
@@ -49,9 +52,10 @@ IMPLEMENTATION |= {"param_names", "params", "decoupled_weight_decay", "name"}
 
 @dataclass
 class State:
-    """What a checkpoint holds of an optimizer. ``kinds``: parameter -> key -> ``"cut"``,
-    ``"whole"``, ``["value", v]`` or ``["blocks", elements]``; ``groups``: ``param_groups`` with
-    names for parameters.
+    """What a checkpoint saves of an optimizer. ``kinds[parameter][key]`` is the kind of one value
+    of a parameter's state: ``"cut"``, ``"whole"``, ``["value", v]`` or ``["blocks", elements]``.
+    ``entries`` are the tensors of the states. ``groups`` are the ``param_groups`` with names in
+    place of parameters.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -60,14 +64,15 @@ class State:
 
     @functools.cached_property
     def kinds_text(self) -> str:
-        """``kinds`` in JSON, made once: ``kinds`` must not change after that."""
+        """Return ``kinds`` in JSON. The text is cached, so ``kinds`` must not change afterwards."""
         return json.dumps(to_json(self.kinds, "the optimizer's state"))
 
 
 @dataclass
 class StateRow:
-    """One state of the optimizer. ``covers``: the parameters, with the elements of each, that it is
-    for. ``shape``: the shape of a value that has one element for each of these elements.
+    """The state of one parameter, or of all parameters that a flat parameter covers. ``covers`` has
+    these parameters, each with the spans of its elements on this rank. ``shape`` is the shape of a
+    value that has one element for each of these elements.
     """
 
     covers: list[tuple[Entry, np.ndarray]]
@@ -81,15 +86,17 @@ class StateRow:
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """The shapes of the state's values; ``None``: a value that is no tensor."""
+        """Return the shapes of the state's values, ``None`` for a value that is not a tensor."""
         return {key: shape_of(value) for key, value in self.state.items()}
 
 
 def check_objects(optimizer: Any, scheduler: Any, method: str) -> Any:
-    """The optimizer without a framework's wrapper, such as accelerate's, which shows the same
-    ``state``. ``TypeError``: not one optimizer, or the scheduler lacks the method ``method``.
+    """Return the optimizer without a framework's wrapper around it, such as accelerate's. An object
+    is such a wrapper if its ``state`` is the same object as the optimizer's ``state``.
 
-    ``RuntimeError``: the model shows the averages that the optimizer keeps.
+    Raises ``TypeError`` if ``optimizer`` is not a single optimizer, or if the scheduler does not
+    have the method ``method``. Raises ``RuntimeError`` inside ``Average.applied()``, where the
+    parameters have averaged values.
     """
     wrapped = getattr(optimizer, "optimizer", None)
     shown = getattr(optimizer, "state", None)
@@ -116,12 +123,14 @@ def check_objects(optimizer: Any, scheduler: Any, method: str) -> Any:
 
 
 def state_name(parameter: str, key: str) -> str:
-    """The name of a state tensor, as in torch's flattened optimizer state dicts."""
+    """Return the name of a state tensor, as in torch's flattened optimizer state dicts."""
     return f"state.{parameter}.{key}"
 
 
 def params_of(optimizer: torch.optim.Optimizer, model: Model) -> list[list[OptimParam]]:
-    """Per group, the optimizer's parameters. ``ValueError``: one is not in the model."""
+    """Return the optimizer's parameters by group. Raises ``ValueError`` if a parameter is not in
+    the model.
+    """
     known = {id(each.param): each for each in model.params}
     groups = []
     for group in optimizer.param_groups:
@@ -136,10 +145,11 @@ def params_of(optimizer: torch.optim.Optimizer, model: Model) -> list[list[Optim
 
 
 def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> State:
-    """The optimizer's state. Collective over ``ranks``; errors are raised here or on all ranks.
+    """Return the optimizer's state. Collective over ``ranks``.
 
-    ``CheckpointError``: ranks differ in what state a parameter has, or a tensor that is not cut
-    differs between ranks.
+    Raises ``CheckpointError`` on all ranks if the states of a parameter have different keys or
+    kinds on different ranks, or if a tensor that is not cut differs between ranks. Raises
+    ``ValueError`` on this rank, before any communication, if a parameter is not in the model.
     """
     groups = params_of(optimizer, model)
     with ranks.step("reading the optimizer's state") as step:
@@ -187,7 +197,7 @@ def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> 
 
 
 def _kind(kind: str, rest: list[Any], entry: Entry) -> Any:
-    """The kind of a state, as JSON has it."""
+    """Return the kind of a state in the form that is saved in JSON."""
     if kind == "held":
         return "cut" if tuple(rest[1]) == tuple(entry.shape) else "whole"
     if kind == "value":
@@ -222,7 +232,9 @@ def _local(value: Any) -> Any:
 
 
 def _outline(each: StateRow, numbers: set[str]) -> tuple[int, dict[str, list[Any]]]:
-    """How many elements this rank has, and kind, dtype and form of each value."""
+    """Return how many elements of the parameters this rank has, and the kind, dtype and form of
+    each value of their state.
+    """
     count = sum(count_of(spans) for _, spans in each.covers)
     form: dict[str, list[Any]] = {}
     for key, value in sorted(each.state.items()):
@@ -246,18 +258,21 @@ def _outline(each: StateRow, numbers: set[str]) -> tuple[int, dict[str, list[Any
 
 
 def _raw(value: Tensor) -> bytes | np.ndarray:
-    if value.numel() == 1 and value.device.type == "cpu":  # `step`: views take far longer
+    if value.numel() == 1 and value.device.type == "cpu":  # such as `step`: faster than a view
         return ctypes.string_at(value.data_ptr(), value.dtype.itemsize)
     return flat(value).view(torch.uint8).cpu().numpy()
 
 
 def _packed(outlines: list[tuple[int, dict[str, list[Any]]]]) -> dict[str, Any]:
-    """What this rank sends to the others: most parameters have one and the same form."""
+    """Return the outlines in the form in which this rank sends them to the other ranks. Each
+    distinct description of a state (``form``) is sent only once, because most parameters have equal
+    ones.
+    """
     forms: list[dict[str, list[Any]]] = []
     known: dict[Any, int] = {}
     which = np.empty(len(outlines), dtype=np.int64)
     for i, (_, form) in enumerate(outlines):
-        own = any(row[0] == "value" for row in form.values())  # as keys 1, 1.0 and True are equal
+        own = any(row[0] == "value" for row in form.values())  # dict keys 1, 1.0 and True are equal
         parts = i if own else tuple((key, *row) for key, row in form.items())
         number = known.setdefault(parts, len(forms))
         if number == len(forms):
@@ -275,8 +290,9 @@ def _unpacked(received: dict[str, Any]) -> list[tuple[int, dict[str, list[Any]]]
 def _merge(
     each: StateRow, received: Sequence[Any], alike: dict[tuple[int, int], bool]
 ) -> tuple[dict[str, list[Any]], int]:
-    """The parameter's outline, and the first rank that has it. ``alike``: by the ids of two forms,
-    which stay alive: whether they are equal. ``CheckpointError``: the ranks' outlines differ.
+    """Return the description that the first rank with elements of the parameters has sent of their
+    state, and that rank. ``alike`` is a cache: for the ids of two descriptions, it says whether
+    they are equal. Raises ``CheckpointError`` if the ranks' outlines differ.
     """
     ranks = [rank for rank, (count, _) in enumerate(received) if count > 0] or [0]
     first = ranks[0]
@@ -325,13 +341,15 @@ def _block_entry(
 def _held_entry(
     entry: Entry, key: str, dtype: torch.dtype, shape: tuple[int, ...], memory: Tensor
 ) -> Entry:
-    """``memory``: the whole tensor on the rank that owns it, empty on the others."""
+    """Return the entry of a state that one rank keeps whole. ``memory`` is the whole tensor on that
+    rank, and empty on the other ranks.
+    """
     name, spans = state_name(entry.name, key), whole_span(memory.numel())
     return Entry(name, shape, dtype, memory, spans, entry.replica, entry.first_writes)
 
 
 def _memory(value: Any, dtype: torch.dtype) -> Tensor:
-    """The value as a 1-D tensor; empty where this rank has none."""
+    """Return the value as a 1-D tensor, which is empty if this rank has no value."""
     return flat(value) if isinstance(value, Tensor) else _nothing(dtype)
 
 
@@ -345,14 +363,14 @@ def _nothing(dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class NewState:
-    """Tensors to be filled and then given to the optimizer."""
+    """The new state of an optimizer: tensors that a load fills and then gives to the optimizer."""
 
     everyone: tuple[int, int]
     groups: list[dict[str, Any]]
     entries: list[Entry] = field(default_factory=list)
     states: list[tuple[Tensor, dict[str, Any]]] = field(default_factory=list)
     by_span: list[tuple[Tensor, list[dict[str, Any]]]] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)  # parameters whose state stays
+    kept: list[Tensor] = field(default_factory=list)  # the parameters that keep their old states
 
     def give(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the optimizer's state and its groups' options. Local."""
@@ -386,11 +404,11 @@ def make_state(
     stored: Stored,
     chosen: set[str],
 ) -> NewState:
-    """Tensors for the saved state, of this rank's shapes. Local. ``chosen``: names of parameters;
-    the states of others stay, and so do those of parameters that the saved groups lack.
-    ``ValueError``: the state does not fit this optimizer.
+    """Return tensors for the saved state, with the local shapes of this rank. Local. ``chosen`` has
+    names of parameters; all other parameters, and parameters that are not in the saved groups, keep
+    their states. Raises ``ValueError`` if the state does not fit this optimizer.
     """
-    getattr(optimizer, "finish_states", lambda: None)()  # fsdpc's: some may still be copied
+    getattr(optimizer, "finish_states", lambda: None)()  # fsdpc's optimizers may still copy states
     groups = params_of(optimizer, model)
     saved = kinds.keys() | {name for group in saved_groups for name in group["params"]}
     aliases = {entry.name: entry.name for entry in model.entries} | model.aliases
@@ -417,8 +435,8 @@ def make_state(
 
 @dataclass
 class _Maker:
-    """Makes the tensors of ``NewState`` parameter by parameter. ``on_device``: numbers (``step``)
-    are on the parameters' devices.
+    """Makes the tensors of a ``NewState``, one parameter at a time. If ``on_device`` is true,
+    numbers (``step``) are tensors on the device of their parameter.
     """
 
     optimizer: Any
@@ -428,7 +446,7 @@ class _Maker:
     on_device: bool = False
 
     def by_param(self, member: OptimParam) -> None:
-        """The state of a parameter as a dict."""
+        """Make one dict with the new state of an optimizer's parameter."""
         forms = {name: self.kinds[name] for name in member.names if self.kinds.get(name)}
         empty = not any(len(spans) for _, spans in member.covers)
         elsewhere = any(entry.numel for entry, _ in member.covers)
@@ -458,14 +476,17 @@ class _Maker:
         self.made.states.append((member.param, state))
 
     def by_span(self, member: OptimParam) -> None:
-        """As ``by_param``, for an optimizer that has states by whole parameters."""
+        """Make one dict with the new state for each parameter that ``member`` covers. Such dicts
+        are for an optimizer with ``span_states``.
+        """
         states: list[dict[str, Any]] = []
         wanted = self.optimizer.span_forms(member.param)
         counts = getattr(self.optimizer, "spans_counted", lambda _: [True] * len(wanted))
         counted = counts(member.param)
         device = self.optimizer.states_device(member.param)
         owned = self.optimizer.span_owned(member.param)
-        # The steps of a DTensor are counted on all ranks, since any rank may own a matrix.
+        # Any rank may own the whole state of a DTensor. So every rank makes the state ``step`` of a
+        # DTensor, even without elements.
         whole = isinstance(member.param, DTensor) and self.optimizer.keeps_whole_states
         every = zip(member.covers, wanted, counted, owned, strict=True)
         for (entry, spans), forms, has_step, here in every:
@@ -520,14 +541,19 @@ class _Maker:
         return around(target, member.param._spec) if isinstance(member.param, DTensor) else target
 
     def _old(self, param: Tensor, key: str) -> Any:
-        """The optimizer's present state; of an optimizer of fsdpc also one that is offloaded."""
-        held = dict.get(self.optimizer.state, param, {})  # ``state`` itself may raise when used
+        """Return the current state ``key`` of a parameter, even if an optimizer of fsdpc has
+        offloaded the state.
+        """
+        held = dict.get(self.optimizer.state, param, {})  # get() of GuardedState may raise
         if key in held or not hasattr(self.optimizer, "state_memory"):
             return held.get(key)
         return self.optimizer.state_memory(param, key)
 
     def _whole(self, member: OptimParam, name: str, key: str, on_device: bool) -> Tensor:
-        """A state that is not cut; of a flat parameter, ``name`` is the first of its names."""
+        """Make the tensor of a state that is not cut. ``name`` is the parameter's name in the
+        checkpoint. For a flat parameter, it is the name of a parameter that the flat parameter
+        covers.
+        """
         full = state_name(name, key)
         dtype, shape = self.stored[full]
         device = _local(member.param).device if shape or on_device else CPU
@@ -537,8 +563,9 @@ class _Maker:
         return target
 
     def _number(self, member: OptimParam, key: str, value: Any) -> Any:
-        """A ``step`` that is no tensor becomes a tensor where ``load_state_dict`` would make it
-        one: in optimizers that take states of older versions.
+        """Return a saved number. A ``step`` becomes a tensor if the optimizer accepts states of
+        older versions of torch: ``load_state_dict`` of such an optimizer makes ``step`` a tensor,
+        too.
         """
         takes_old = type(self.optimizer).__setstate__ is not torch.optim.Optimizer.__setstate__
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -556,7 +583,9 @@ def _check_forms(
     has_step: bool,
     stored: Stored,
 ) -> None:
-    """``ValueError``: the checkpoint has other states of a parameter than the optimizer."""
+    """Raise ``ValueError`` if the states that the checkpoint has of a parameter are not those that
+    the optimizer uses.
+    """
     found = {}
     for key, each in kind.items():
         if each == "cut" or each[0] == "blocks":
@@ -594,9 +623,10 @@ def _shown(forms: dict[str, tuple[torch.dtype, Any]]) -> str:
 def options_of(
     groups: list[list[OptimParam]], saved: list[dict[str, Any]], chosen: set[str]
 ) -> list[dict[str, Any]]:
-    """Per group of the optimizer, the saved options of its parameters, whatever group they were in;
-    none for a group that holds parameters which are not ``chosen``. ``ValueError``: parameters of
-    one group were saved with different options.
+    """Return for each group of the optimizer the saved options of its parameters, even if the
+    parameters were in other groups when they were saved. A group with parameters that are not
+    ``chosen`` gets no options. Raises ``ValueError`` if parameters of a group were saved with
+    different options.
     """
     owner = owners_of(saved)
     result = []
@@ -608,8 +638,9 @@ def options_of(
 
 
 def check_options(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
-    """``ValueError``: the saved groups are those of an optimizer of another kind: the saved and the
-    present groups both have options of their own (without those that choose an implementation).
+    """Raise ``ValueError`` if the saved groups are of another kind of optimizer. The sign of this
+    is that the saved groups and the present groups each have options that the others lack. Options
+    that choose an implementation (``foreach``) do not count.
     """
     theirs = {key for group in saved for key in group} - IMPLEMENTATION
     ours = {key for group in optimizer.param_groups for key in group} - IMPLEMENTATION

@@ -1,9 +1,11 @@
-"""Sets of weights for other processes of this host: values in memory that both map, messages over a
-Unix socket, so that a process that dies is noticed at once and leaves nothing behind.
+"""Sending sets of weights to other processes of this host.
 
-The memory has two slots, of which the writer fills one while readers use the other. A slot begins
-and ends with the number of the bucket in it, 0 while it is written. Messages are JSON; the first of
-a set has the descriptor of the memory.
+The values are in memory that the writer and its readers map. Messages go over a Unix socket, so
+that a process that dies is noticed at once and leaves nothing behind. A set is sent in buckets,
+each in one slot of the memory. The memory has two slots: the writer fills one slot while readers
+use the other. A slot begins and ends with the number of its bucket; this number is 0 while the slot
+is being written. Messages are JSON. The first message of a set carries the file descriptor of the
+memory.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ _HEAD = struct.Struct("<4sQ")
 _MAGIC = b"fsw1"
 _MOST_BYTES = 1 << 30
 _CREDENTIALS = struct.Struct("3i")
-_LONGEST = 107  # of a socket's path
+_LONGEST = 107  # the most bytes that the path of a socket may have
 _CLOSED = -2
 
 
 def socket_path(path: str | os.PathLike[str]) -> str:
-    """The absolute path. ``ValueError``: it is longer than the kernel takes."""
+    """Return the absolute path. Raises ``ValueError`` if it is too long for a socket."""
     found = os.path.abspath(os.fspath(path))
     if len(os.fsencode(found)) > _LONGEST:
         raise ValueError(f"{found!r} is longer than the {_LONGEST} bytes that a socket's path has")
@@ -46,7 +48,7 @@ def socket_path(path: str | os.PathLike[str]) -> str:
 
 
 def send(sock: socket.socket, body: dict[str, Any], fd: int | None = None) -> None:
-    """Send a message, perhaps with a descriptor."""
+    """Send a message, with the file descriptor ``fd`` if it is given."""
     text = json.dumps(body).encode()
     head = _HEAD.pack(_MAGIC, len(text))
     socket.send_fds(sock, [head], [] if fd is None else [fd])
@@ -54,8 +56,8 @@ def send(sock: socket.socket, body: dict[str, Any], fd: int | None = None) -> No
 
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], int | None]:
-    """The next message and its descriptor, if it has one. ``EOFError``: the other side has ended.
-    ``CheckpointError``: something else than a message.
+    """Return the next message and its file descriptor, if it has one. Raises ``EOFError`` if the
+    other side has ended, and ``CheckpointError`` if the bytes are not a message.
     """
     head, fds, _, _ = socket.recv_fds(sock, _HEAD.size, 1)
     fd = fds[0] if fds else None
@@ -81,7 +83,9 @@ def _exactly(sock: socket.socket, nbytes: int) -> bytes:
 
 
 def peer_of(sock: socket.socket) -> int:
-    """The id of the process at the other end. ``PermissionError``: it is another user's process."""
+    """Return the id of the process at the other end. Raises ``PermissionError`` if the process
+    belongs to another user than this one or root.
+    """
     packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(packed)
     if uid not in (0, os.geteuid()):
@@ -91,8 +95,9 @@ def peer_of(sock: socket.socket) -> int:
 
 @dataclass
 class _Reader:
-    """A connection. ``freed``: the last bucket whose slot it has given back; ``done``: the last set
-    that it has taken whole; ``waits``: it has asked for another one.
+    """The connection of a reader. ``freed`` is the last bucket whose slot the reader has given
+    back, ``done`` the last set that the reader has received whole. ``waits`` is True if the reader
+    has asked for another set.
     """
 
     sock: socket.socket
@@ -102,7 +107,7 @@ class _Reader:
     waits: bool = False
 
     def hear(self) -> None:
-        """Take in one message."""
+        """Receive one message of the reader, and record what it says."""
         body, _ = receive(self.sock)
         self.freed = max(self.freed, int(body.get("free", 0)))
         self.done = max(self.done, int(body.get("done", 0)))
@@ -110,11 +115,13 @@ class _Reader:
 
 
 class Outlet:
-    """The writer's end. Local. ``OSError``, ``CheckpointError``: ``path`` is in use or unusable."""
+    """The writer's end of the stream. Local. Raises ``OSError`` or ``CheckpointError`` if ``path``
+    is in use or cannot be used.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.number = self.bucket = 0  # of the set and the bucket that were begun last
+        self.number = self.bucket = 0  # numbers of the last begun set and the last delivered bucket
         self._readers: list[_Reader] = []
         self._fd = -1
         self._memory: mmap.mmap | None = None
@@ -131,8 +138,9 @@ class Outlet:
         self._pid = os.getpid()
 
     def connected(self, count: int, timeout: float) -> bool:
-        """True once ``count`` readers, and all that are connected, wait for a set. Those that have
-        ended between two sets are forgotten.
+        """Return True once at least ``count`` readers are connected and all of them wait for a set;
+        False if this takes longer than ``timeout`` seconds. Readers that have ended between two
+        sets are dropped.
         """
         until = time.monotonic() + timeout
         while True:
@@ -153,7 +161,7 @@ class Outlet:
 
     @property
     def waiting(self) -> int:
-        """Readers that wait for a set."""
+        """Return the number of readers that wait for a set."""
         return sum(reader.waits for reader in self._readers)
 
     def begin(self, room: int, step: int | None, buckets: Sequence[Any], deadline: float) -> None:
@@ -178,18 +186,20 @@ class Outlet:
         self._memory = mmap.mmap(self._fd, SLOTS * self._room)
 
     def is_free(self, timeout: float) -> bool:
-        """True once no reader uses the next bucket's slot."""
+        """Return True once no reader uses the slot of the next bucket, or False if this takes
+        longer than ``timeout`` seconds.
+        """
         return self._heard(lambda reader: reader.freed >= self.bucket + 1 - SLOTS, timeout)
 
     def room(self) -> Tensor:
-        """The next bucket's slot, as bytes."""
+        """Mark the slot of the next bucket as being written, and return its memory as bytes."""
         assert self._memory is not None
         at = self._stamp(self.bucket + 1, 0)
         count = self._room - 2 * PAGE
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=at + PAGE)
 
     def deliver(self) -> None:
-        """Tell the readers that the slot which ``room`` gave is full."""
+        """Mark the slot that ``room`` has returned as full, and tell the readers."""
         self.bucket += 1
         self._stamp(self.bucket, self.bucket)
         self._tell({"bucket": self.bucket})
@@ -206,18 +216,22 @@ class Outlet:
         self._tell({"end": self.number, "tensors": self._tensors})
 
     def is_taken(self, timeout: float) -> bool:
-        """True once all readers have the whole set."""
+        """Return True once all readers have the whole set, or False if this takes longer than
+        ``timeout`` seconds.
+        """
         return self._heard(lambda reader: reader.done >= self.number, timeout)
 
     def abort(self, text: str) -> None:
-        """Break off a set: readers raise, and have to connect again."""
+        """Abort a set. The readers raise an error and have to connect again."""
         for reader in list(self._readers):
             with suppress(OSError):
                 send(reader.sock, {"abort": text})
             self._drop(reader)
 
     def close(self) -> None:
-        """End the readers' loops. Does nothing the second time, or in a forked child."""
+        """Close the stream, which ends the readers' loops. A second call, or a call in a forked
+        child, does nothing.
+        """
         if self._fd == _CLOSED or os.getpid() != self._pid:
             return
         for reader in list(self._readers):
@@ -265,7 +279,9 @@ class Outlet:
 
 
 def _has_ended(reader: _Reader) -> bool:
-    """Whether a reader has ended, between two sets; takes in what it has sent meanwhile."""
+    """Return whether a reader has ended between two sets. Receives the messages that the reader has
+    sent since the last set.
+    """
     try:
         while select.select([reader.sock], [], [], 0)[0]:
             reader.hear()
@@ -275,7 +291,9 @@ def _has_ended(reader: _Reader) -> bool:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a dead process's socket. ``CheckpointError``: it lives, or ``path`` is no socket."""
+    """Remove the socket of a dead process. Raises ``CheckpointError`` if the process is alive, or
+    if ``path`` is not a socket.
+    """
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise CheckpointError(f"{path} exists and is no socket")

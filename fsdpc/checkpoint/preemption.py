@@ -1,4 +1,4 @@
-"""A save when the scheduler takes the machine away: SIGTERM, and a stated time until the end."""
+"""Agreement of all ranks to save and end when a scheduler is about to take machines away."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fsdpc.checkpoint.ranks import ranks_of
 
 
 class Preemption:
-    """Whether a rank was asked to end, agreed on by all of them after a step: ranks get the signal
-    in different steps, or only one of them gets it.
+    """Handles signals such as SIGTERM, and lets all ranks agree after a step whether to end. The
+    ranks must agree, because they may get a signal in different steps, or only one may get it.
 
     ::
 
@@ -30,13 +30,13 @@ class Preemption:
         keeper.wait()
 
     Args:
-        within: seconds from the signal until the end of the process; where the block has not ended
-            by then, an error is logged that says so. ``None``: no limit is known.
-        signals: which ones; the handlers that were there come back at the end of the block.
-        group: the ranks that agree; default all.
+        within: seconds from the signal until the process is killed. If the ``with`` block has not
+            ended by then, an error is logged. ``None``: no limit is known.
+        signals: the signals to handle. The previous handlers are restored at the end of the block.
+        group: the ranks that agree; by default all ranks.
 
-    Local. ``ValueError``: not in the main thread, where Python handles signals. ``OSError``: a
-    signal that no process can handle.
+    Local. Raises ``ValueError`` outside of the main thread, because only the main thread can set
+    handlers in Python, and ``OSError`` for a signal that no process can handle.
     """
 
     def __init__(
@@ -73,14 +73,16 @@ class Preemption:
 
     @property
     def left(self) -> float | None:
-        """Seconds until the end, on this rank; ``None``: no signal yet, or no limit. Local."""
+        """Return the seconds that this rank has left, or ``None`` if there was no signal yet or
+        there is no limit. Local.
+        """
         if self._asked is None or self.within is None:
             return None
         return self.within - (time.monotonic() - self._asked)
 
     def agreed(self) -> bool:
-        """True on every rank once one rank has had a signal. Collective over the group, one small
-        message; call this after each step, or after every n-th.
+        """Return True on every rank once at least one rank has got a signal. Collective over the
+        group; costs one small message. Call this method after each step, or after every n-th step.
         """
         ranks = ranks_of(self._group, beside=True)
         if ranks.world == 1:
@@ -90,7 +92,7 @@ class Preemption:
         return any(asked.values)
 
     def close(self) -> None:
-        """Give the signals back to the handlers that were there. Local."""
+        """Restore the previous handlers of the signals. Local."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

@@ -1,7 +1,7 @@
-"""Pretrained models from folders of files straight into shards.
+"""Loading of pretrained models from folders of files directly into shards.
 
-Every rank reads its own ranges of the files, under the names that key maps and transformers' tables
-give them; what no file has, the modules' own code initialises (``fresh.py``).
+Every rank reads its own ranges of the files. Key maps and transformers' tables give the tensors
+their names in the model. The modules' own code initialises what no file has (``fresh.py``).
 """
 
 from __future__ import annotations
@@ -68,9 +68,11 @@ _POLL_S = 5.0
 
 @dataclass
 class Pretrained:
-    """What ``load_pretrained`` did. ``initialized``: names that no file has; ``unexpected``: names
-    in the files that the model does not have. ``empty``: names that were on the meta device and
-    that ``only=`` has left out: their values are placeholders, such as NaN, until they are set.
+    """The result of ``load_pretrained``. ``initialized`` has the names of the model's tensors that
+    no file has, and ``unexpected`` the names in the files that the model does not have. ``empty``
+    has the names of tensors that were on the meta device and that ``only=`` has left out; their
+    values are placeholders, such as NaN, until they are set. ``verified`` is True if checksums were
+    compared.
     """
 
     path: Path
@@ -95,7 +97,7 @@ def run_pretrained(
     progress: bool,
     hub: Mapping[str, Any],
 ) -> Pretrained:
-    """See ``fsdpc.checkpoint.load_pretrained``. Collective."""
+    """Load a pretrained model; see ``fsdpc.checkpoint.load_pretrained``. Collective."""
     path = find_folder(source, ranks, **hub)
     what = f"loading the pretrained model {path}"
     found = loading.open_together(path, ranks, what, links=True)
@@ -172,9 +174,10 @@ def find_folder(
     cache_dir: str | os.PathLike[str] | None = None,
     deadline: float = 3600.0,
 ) -> Path:
-    """The folder of a path, or of a name on the Hub. One rank of each host downloads what its cache
-    does not have; the others wait. Collective. ``CheckpointError``: neither a folder nor a name;
-    the download fails, or takes longer than ``deadline`` seconds.
+    """Return the folder of a path, or of a name on the Hub. One rank of each host downloads the
+    files that the host's cache does not have; the other ranks wait. Collective. Raises
+    ``CheckpointError`` if ``source`` is neither an existing path nor a name on the Hub, or if the
+    download fails or takes longer than ``deadline`` seconds.
     """
     name = os.fspath(source)
     what = f"looking for the pretrained model {name}"
@@ -201,7 +204,7 @@ def find_folder(
 
 
 class _Download:
-    """A download in a thread, so that the ranks meet meanwhile."""
+    """A download in a thread, so that its rank can exchange messages with other ranks meanwhile."""
 
     def __init__(self, name: str, revision: str | None, cache_dir: Any) -> None:
         self._args = (name, revision, cache_dir)
@@ -217,7 +220,9 @@ class _Download:
             self._error = error
 
     def wait(self, timeout: float) -> str | None:
-        """The folder; ``None``: not there yet. ``CheckpointError``: the download has failed."""
+        """Return the folder, or ``None`` if the download has not ended after ``timeout`` seconds.
+        Raises ``CheckpointError`` if the download has failed.
+        """
         self._thread.join(timeout)
         if self._error is not None:
             raise CheckpointError(f"{type(self._error).__name__}: {self._error}") from self._error
@@ -258,9 +263,9 @@ def _tie(model: nn.Module) -> None:
 
 
 def give_memory(model: nn.Module, device: torch.device | str | None) -> set[str]:
-    """Give memory without values to parameters and buffers on the meta device. Returns their names.
-    Tied tensors stay tied; tensors elsewhere keep their values. Local. ``CheckpointError``: a
-    tensor on the meta device is no parameter or buffer.
+    """Give uninitialised memory to parameters and buffers on the meta device. Returns their names.
+    Tied tensors stay tied. Tensors on other devices keep their values. Local. Raises
+    ``CheckpointError`` if a tensor on the meta device is neither a parameter nor a buffer.
     """
     stray = plain_meta(model)
     if stray:
@@ -301,7 +306,9 @@ def give_memory(model: nn.Module, device: torch.device | str | None) -> set[str]
 
 
 def shadow_with(model: nn.Module, target: Model) -> nn.Module:
-    """The model's shadow (``fresh.py``), whose tensors are all on the meta device. Local."""
+    """Return a shadow of the model (copies of its modules without wrappers, see ``fresh.py``), in
+    which all tensors are on the meta device. Local.
+    """
     shadow = shadow_of(model)
     others = _others(target)
     clean = cleaner(model)
@@ -334,7 +341,9 @@ def _mapped(
     keys: Sequence[KeyMap],
     rename: Rename,
 ) -> tuple[Mapped, set[str]]:
-    """The files' tensors by the model's names; names that ``unexpected`` must not list."""
+    """Return the files' tensors by their names in the model, and the names of those that
+    transformers ignores. ``Pretrained.unexpected`` must not list the ignored names.
+    """
     own_name = renamer(rename)
     renamed = Mapped()
     for name, where in stored.items():
@@ -345,7 +354,7 @@ def _mapped(
     extra: set[str] = set()
     shapes = _shapes(target)
     inside = names_inside(shadow, shapes)
-    for name in inside.keys() & rest.keys():  # the files are from `save`
+    for name in inside.keys() & rest.keys():  # names that peft has changed, as `save` writes them
         made.add(name, rest.pop(name), renamed.origin[name])
     if library is not None:
         prefix = f"{library[0]}." if library[0] else ""
@@ -365,8 +374,9 @@ def _mapped(
 
 
 def _quantised(mapped: Mapped, target: Model) -> None:
-    """Make codes of the files' values where the model has codes (``fsdpc.lowbit.quantize``).
-    ``CheckpointError``: the files have another library's codes, or values of 8 bits or other shape.
+    """Quantize the files' values for tensors that are quantized in the model
+    (``fsdpc.lowbit.quantize``). Raises ``CheckpointError`` if the files have quantized tensors of
+    another library, values of 8 bits, or values of another shape.
     """
     others = _others(target)
     for entry in target.entries:
@@ -402,7 +412,10 @@ def _shapes(target: Model) -> dict[str, torch.Tensor]:
 def _places(
     path: Path, mapped: Mapped, target: Model, kept: set[str]
 ) -> tuple[dict[str, Where], list[tuple[str, Any, Any]]]:
-    """Each tensor's file and place, made up for a ``Lazy``; tied tensors that files have twice."""
+    """Return a dict with the file and place of each tensor, and the pairs of tied tensors of which
+    the files have both. A ``Lazy`` tensor gets a place in an object that behaves like a file and
+    reads the values from ``Lazy.node``.
+    """
     where: dict[str, Where] = {}
     places: list[Place] = []
     leaves: list[Stored] = []
@@ -423,7 +436,7 @@ def _places(
         there = [each for each in (name, *others) if each in where and name in kept]
         for other in there[1:]:
             pair = [_lazy(mapped.tensors[each]) for each in (there[0], other)]
-            if pair[0].shape == pair[1].shape:  # else only the first is checked
+            if pair[0].shape == pair[1].shape:  # match() checks the first one's shape
                 twice.append((f"{there[0]} and {other}", *pair))
     return where, twice
 
@@ -433,7 +446,7 @@ def _lazy(value: Where | Lazy) -> Lazy:
 
 
 def _check_tied(names: str, first: Lazy, other: Lazy) -> None:
-    """``CheckpointError``: the files have different values for one parameter."""
+    """Raise ``CheckpointError`` if the files have different values for a tied parameter."""
     step = 1 << 20
     for at in range(0, first.numel(), step):
         count = min(step, first.numel() - at)
@@ -456,7 +469,10 @@ def _check_names(
     shadow: nn.Module,
     target: Model,
 ) -> None:
-    """``CheckpointError``: nothing fits; names differ if ``strict``; a missing weight is untied."""
+    """Raise ``CheckpointError`` if no tensor fits, or if ``strict`` is true and names differ. Also
+    raise it if the configuration ties two weights that are separate parameters of the model, and
+    the files have only one of the two.
+    """
     if not items:
         raise CheckpointError(
             f"no tensor of the files is one of the model: the files have "
@@ -492,7 +508,9 @@ def _initial(
     generator: torch.Tensor,
     rank: int,
 ) -> dict[str, torch.Tensor]:
-    """Full values that the modules' code makes, on every rank from rank 0's random state."""
+    """Return the full values that the modules' code makes. They are the same on every rank, because
+    every rank uses the state of rank 0's random generator.
+    """
     if not wanted:
         return {}
     entries = {entry.name: entry for entry in target.entries}

@@ -8,14 +8,14 @@ import platform
 import threading
 
 _NICE = 19
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # the number of the system call
-_WHO_PROCESS = 1  # with a thread's id: that thread
-_LOWEST = 2 << 13 | 7  # best effort: not the idle class, which may never get its turn
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # the number of the system call ioprio_set
+_WHO_PROCESS = 1  # the id that follows is the id of a thread
+_LOWEST = 2 << 13 | 7  # the lowest of the best-effort class; an idle-class thread may never run
 
 
 def lower() -> None:
-    """Lower the calling thread's priority for processors and disks; threads that it starts have it,
-    too. Where the system refuses, the priority stays: priorities change no result. Local.
+    """Lower the calling thread's priority for processors and disks. Threads that it starts inherit
+    the priority. If the system refuses, the priority stays as it is, which does no harm. Local.
     """
     thread = threading.get_native_id()
     try:

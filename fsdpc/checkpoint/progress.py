@@ -1,4 +1,4 @@
-"""A progress bar on rank 0, by tqdm where it is installed."""
+"""A progress bar on rank 0, if tqdm is installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ Advance = Callable[[int], object] | None
 
 
 def bar(plan: Plan, ranks: Ranks, wanted: bool) -> Advance:
-    """A function that gets the bytes written; ``None`` without a bar."""
+    """Return a function that advances the bar by a number of written bytes, or ``None`` if there is
+    no bar.
+    """
     if not wanted or ranks.rank != 0:
         return None
     total = sum(int(table.rows[:, NBYTES].sum()) for each in plan.sets for table in each.tables)
@@ -26,7 +28,9 @@ def bar(plan: Plan, ranks: Ranks, wanted: bool) -> Advance:
 def read_bar(
     items: Sequence[tuple[Entry, Any, Place]], ranks: Ranks, name: str, wanted: bool
 ) -> Advance:
-    """As ``bar``, for bytes that are read into host memory."""
+    """Return a function that advances the bar by a number of bytes that were read into host memory,
+    or ``None`` if there is no bar.
+    """
     if not wanted or ranks.rank != 0:
         return None
     here = [(entry, place) for entry, _, place in items if in_host_memory(entry)]

@@ -1,7 +1,8 @@
-"""The ranks that save or load together, and steps that all of them finish or none.
+"""The ranks that save or load together, and steps that succeed on all ranks or on none.
 
-They have a communicator of their own, so that a save in the background does not mix with the
-collectives of a training step: memory that the ranks of one host share, or a process group.
+The ranks use a separate communicator, so that messages of a save in the background do not mix with
+the collectives of a training step. The communicator uses memory that the ranks of one host share,
+or a process group.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ _beside: _Made = weakref.WeakKeyDictionary()
 
 
 class Ranks:
-    """A communicator and what a message must state about its ranks."""
+    """A communicator, with the host and the process id of each rank for error messages."""
 
     def __init__(self, comm: Any, parent: Any = None, group: Any = None) -> None:
         self.comm = comm
         self.rank, self.world = comm.rank, comm.world
         self._parent = None if parent is None else weakref.ref(parent)
-        self.group = group  # kept: torch's group ends with its last reference
+        self.group = group  # this reference keeps torch's group alive
         self._ended = ""
-        self.known: BaseException | None = None  # an interruption that the others know of
+        self.known: BaseException | None = None  # the interruption that other ranks know of, if any
         here = f"{socket.gethostname()}, pid {os.getpid()}"
         self.places: list[str] = exchange(comm, here, "checkpoint: the ranks' places")
         hosts = [place.rpartition(", pid ")[0] for place in self.places]
@@ -45,13 +46,17 @@ class Ranks:
         self.hosts_first = [hosts.index(host) for host in self.hosts]  # each host's first rank
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        """Every rank's plain value, in rank order. Collective."""
+        """Send a plain value to all ranks, and return the values of all ranks in rank order.
+        Collective.
+        """
         if self._ended:
             raise _C.CommError(self._ended)
         return exchange(self.comm, value, what)
 
     def torch_group(self) -> Any:
-        """A process group of these ranks alone, for torch's library. Collective on first use."""
+        """Return a process group of these ranks, for ``torch.distributed.checkpoint``. Collective
+        on first use.
+        """
         parent = None if self._parent is None else self._parent()
         if self.group is None and parent is not None:
             self.group = _new_group(parent)
@@ -59,9 +64,10 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A whole save or load. An interruption (Ctrl-C) between two steps or in the middle of a
-        message ends it on every rank at once, and every later save or load too: the others would
-        wait until their deadline for a rank that caught the interruption and went on.
+        """A context around a whole save or load. If an interruption (Ctrl-C) comes between two
+        steps or in the middle of a message, the save or load ends on every rank at once, and every
+        later save or load fails. Without this context, the other ranks would wait until their
+        timeout for a rank that has caught the interruption and gone on.
         """
         self.known = None
         try:
@@ -78,22 +84,23 @@ class Ranks:
             "to the other ranks: start the program again"
         )
         if self.group is not None:
-            dist.destroy_process_group(self.group)  # with the last reference connections end
+            dist.destroy_process_group(self.group)  # torch closes the group with its last reference
             self.group = None
 
     def step(self, what: str) -> Step:
-        """A step that all ranks take; see ``Step``."""
+        """Return a step, which all ranks must enter; see ``Step``."""
         return Step(self, what)
 
 
 def ranks_of(group: dist.ProcessGroup | None, *, beside: bool = False) -> Ranks:
-    """The ranks of a process group (``None``: all). Collective over it on first use. This rank
-    alone if torch has no process group. ``beside``: with a communicator that no save in the
-    background uses. ``ValueError``: this rank is not in the group.
+    """Return the ranks of a process group (``None``: all ranks), or this rank alone if torch has no
+    process group. Collective over the group on first use. With ``beside``, the ranks have a
+    communicator that no save in the background uses. Raises ``ValueError`` if this rank is not in
+    the group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks(_C.Comm.self_())
-    if isinstance(group, int):  # what new_group() returns on other ranks
+    if isinstance(group, int):  # new_group() returns an int on ranks outside the group
         raise ValueError(
             "group: this rank is not one of the group's, and only these save and load together: "
             "call on them alone"
@@ -118,7 +125,7 @@ def _make_ranks(parent: dist.ProcessGroup) -> Ranks:
     try:
         comm = comm_beside(parent) if dist.get_backend(parent) != "fake" else None
     except _C.CommError as error:
-        # After a caught Ctrl-C the ranks are there; their communicator has ended on all of them.
+        # After a caught Ctrl-C the ranks still exist, but their communicator has ended.
         if not any(words in str(error) for words in ("gave up", "given up")):
             raise
     if comm is not None:
@@ -138,9 +145,10 @@ def _new_group(parent: dist.ProcessGroup) -> Any:
 
 
 class Step:
-    """A block that every rank enters. If it raises on some ranks, it raises ``CheckpointError`` on
-    all of them, naming the ranks and causes; an interruption (Ctrl-C) stays what it is where it
-    happened. Without an error, ``values`` has what each rank put into ``value``. Collective.
+    """A ``with`` block that every rank enters. If the block raises on some ranks,
+    ``CheckpointError`` with these ranks and causes is raised on all ranks; a rank that was
+    interrupted (Ctrl-C) raises the interruption itself. If there is no error, ``values`` has what
+    each rank has assigned to ``value``. Collective.
     """
 
     def __init__(self, ranks: Ranks, what: str) -> None:
@@ -157,7 +165,7 @@ class Step:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        if isinstance(error, _C.CommError):  # another rank has died or left: no exchange
+        if isinstance(error, _C.CommError):  # a rank died or left: no exchange is possible
             raise CheckpointError(f"{self.what}: {error}") from error
         problem = None if error is None else _text(error)
         mine = {"problem": problem, "value": self.value if problem is None else None}
@@ -188,8 +196,8 @@ class Step:
 
 
 def check_equal(what: str, received: list[dict[str, Any]]) -> None:
-    """``CheckpointError``: a rank plans another checkpoint than rank 0. ``received``: each rank's
-    ``"target"`` and ``"sets"``, the fingerprint of its layouts.
+    """Raise ``CheckpointError`` if a rank plans another checkpoint than rank 0. ``received`` has
+    each rank's ``"target"`` and ``"sets"``. ``"sets"`` is the fingerprint of the rank's layouts.
     """
     for key, text in (("target", "path"), ("sets", "names, shapes or dtypes of tensors")):
         for rank, values in enumerate(received):

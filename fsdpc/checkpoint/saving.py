@@ -1,7 +1,9 @@
-"""Saving: plan, write, put digests together, publish. No rank gathers anything.
+"""Saving in four stages: plan, write, combine digests, publish. No rank gathers tensors.
 
-The plan (which tensor lies where, who writes which elements) is arithmetic that every rank does for
-itself. Only descriptions and digests travel. Each step ends well on all ranks or on none.
+Every rank computes the plan (where each tensor is, and which rank writes which elements) by itself.
+The ranks exchange descriptions, digests and the values of ``extra`` and ``states``, but no shards;
+with ``values=True`` they also exchange parts of quantized rows. Each step succeeds on all ranks or
+on none.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ EXTRA_JSON = "fsdpc/extra.json"
 
 @dataclass
 class Plan:
-    """What is saved. ``sets``: the model's and perhaps the optimizer's.
-    ``files``: small files by path, on rank 0 alone.
+    """The plan of a save. ``sets`` are the tensors of the model and, if there is an optimizer,
+    those of its state. ``files`` has the contents of small files by path, only on rank 0.
     """
 
     target: Path
@@ -53,11 +55,11 @@ class Plan:
     files: dict[str, bytes]
     step: int | None
     overwrite: bool
-    params: list[torch.Tensor]  # as their users hold them
-    parts: list[str] = field(default_factory=list)  # folders with manifests of their own
+    params: list[torch.Tensor]  # the parameters in the form that an optimizer gets
+    parts: list[str] = field(default_factory=list)  # the subfolders with their own manifests
     metric: float | None = None
-    published: int | None = None  # see ``steps``; None: by the folders beside ``target``
-    links: bool = True  # link files that have not changed, see ``Unchanged``
+    published: int | None = None  # the manifest's number, see ``steps``; None: chosen at the end
+    links: bool = True  # whether unchanged files are linked, see ``Unchanged``
 
     @property
     def layouts(self) -> list[Layout]:
@@ -66,20 +68,23 @@ class Plan:
 
 
 class Form(Protocol):
-    """Other names and shapes for a model's tensors, and files beside them."""
+    """A form in which a model is saved: other names and shapes of tensors, and additional files."""
 
     def apply(self, model: nn.Module, found: Model) -> None:
         """Change the entries of ``found``. Local."""
 
     def files(self, dtype: torch.dtype | None) -> dict[str, bytes]:
-        """The files beside the tensors, by name; ``dtype`` as for ``make_plan``. Local."""
+        """Return the contents of the additional files by name; ``dtype`` is the argument of
+        ``make_plan``. Local.
+        """
 
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Many small tensors are many new objects, most of which stay: Python's collector would look
-    through all objects of the program again and again, in a first save with AdamW's states for a
-    third of the processor time.
+    """Disable Python's garbage collector during a block. A plan of many small tensors makes many
+    new objects, most of which stay alive. Because of the new objects, the collector would scan all
+    objects of the program again and again. These scans take a third of the processor time of a
+    first save with AdamW's states.
     """
     was = gc.isenabled()
     gc.disable()
@@ -108,7 +113,9 @@ def make_plan(
     form: Form | None = None,
     values: bool = False,
 ) -> Plan:
-    """Plan a save. Collective. ``CheckpointError``: ranks' models differ, or a value is refused."""
+    """Plan a save. Collective. Raises ``CheckpointError`` if the ranks' models differ, or if a
+    value cannot be saved.
+    """
     what = f"planning checkpoint {target}"
     with ranks.step(what) as seen:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and can_cast(dtype)):
@@ -116,7 +123,7 @@ def make_plan(
                 f"dtype must be torch.float32, bfloat16, float16 or float64, not {dtype!r}"
             )
         if step is not None and not isinstance(step, float):
-            step = operator.index(step)  # JSON has no numbers of NumPy and no tensors
+            step = operator.index(step)  # JSON has neither NumPy's numbers nor tensors
         optimizer = check_objects(optimizer, scheduler, "state_dict")
         everyone, whole = (ranks.rank, ranks.world), only is None and form is None and not values
         read = Reading(model, everyone, dtype, file_bytes, whole=whole)
@@ -167,7 +174,9 @@ def _agreed(cuts: list[Pieces | None]) -> list[Pieces]:
 
 
 def _shared(own: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """By name: every rank's state, or one where all are equal."""
+    """Return a dict from each name to the list of all ranks' states of that name. If these states
+    are equal, the list has only one of them.
+    """
     found = {name: [each[name] for each in own] for name in own[0]}
     return {n: all[:1] if all.count(all[0]) == len(all) else all for n, all in found.items()}
 
@@ -203,12 +212,12 @@ def write_plan(
     failpoint: Callable[[str], object] | None = None,
     unchanged: Unchanged | None = None,
 ) -> None:
-    """Write and publish what was planned. Collective over ``ranks``. ``unchanged``: the one that
-    has looked at the plan before, if it was looked at.
+    """Write and publish what was planned. Collective over ``ranks``. If ``Unchanged.look`` was
+    already called for this plan, ``unchanged`` is the ``Unchanged`` on which it was called.
 
-    ``advance`` gets the bytes of each part that this rank has written. ``failpoint`` is called
-    before each step with its name, for tests. ``CheckpointError``: a rank failed; the target is
-    what it was before.
+    ``advance`` is called with the number of bytes of each part that this rank has written.
+    ``failpoint`` is for tests; it is called before each step with the name of the step. Raises
+    ``CheckpointError`` if a rank fails; the target is then what it was before.
     """
     what = f"saving checkpoint {plan.target}"
     reach = failpoint or (lambda name: None)
@@ -251,7 +260,9 @@ def _write_ranges(
     reach: Callable[[str], object],
     unchanged: Unchanged,
 ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """Per set and rank, the fragments that were written and their digests."""
+    """Write the ranges of files that this rank has to write. Returns, for each set and each rank,
+    the fragments that the rank has written or left unchanged, and their digests.
+    """
     several = len(ranks.hosts) > 1
     with ranks.step(what) as written:
         own = []
@@ -276,8 +287,9 @@ def _write_ranges(
 
 
 def _write_edges_in_turns(plan: Plan, ranks: Ranks, folder: Path, what: str) -> None:
-    """Hosts whose ranges share a page write their parts of it one after the other: a network file
-    system writes whole pages, and would lose what another host has written at the same time.
+    """Write the pages that ranges of several hosts share, one host after the other. A network file
+    system writes whole pages. If two hosts wrote one page at once, the values of one host would be
+    lost.
     """
     for host in range(len(ranks.hosts)):
         with ranks.step(what):
@@ -310,8 +322,9 @@ def finish(
     parts: Sequence[str] = (),
     linked: Container[str] = (),
 ) -> None:
-    """Write lengths of headers, indexes, small files and the manifest; then publish the folder.
-    Local: on the one rank that has the draft, when the tensors' bytes are durable.
+    """Write the lengths of headers, the indexes, small files and the manifest; then publish the
+    folder. Local: only the rank that has the draft calls this function, after the tensors' bytes
+    are durable.
     """
     files = dict(files)
     written = []

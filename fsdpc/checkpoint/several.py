@@ -1,7 +1,8 @@
-"""Several models and optimizers in one checkpoint, and values that each rank has.
+"""Several models and optimizers in one checkpoint, and states that each rank has for itself.
 
-Every model is a checkpoint of its own in a folder of its name; an optimizer lies in the folder of
-the model of its name, or in one of its own. The manifest at the top has digests of the others.
+Every model is a separate checkpoint in a folder with the model's name. An optimizer is saved in the
+folder of the model that has the same name; if there is no such model, in a separate folder. The
+manifest of the whole checkpoint has the digests of the folders' manifests.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ RNG = "rng"
 
 @dataclass
 class Part:
-    """A folder: a model, whose tensors are in it if ``holds_model``, and perhaps an optimizer."""
+    """A part of a checkpoint, which is a folder. It has the tensors of ``model`` if ``holds_model``
+    is true, and the state of ``optimizer`` if that is not None.
+    """
 
     name: str
     model: nn.Module
@@ -44,8 +47,9 @@ class Part:
 
 
 def parts_of(models: Mapping[str, nn.Module], optimizers: Optimizers) -> list[Part]:
-    """One part per name. Local. ``TypeError``: ``optimizers`` is no dict. ``ValueError``: a name
-    cannot be a folder's, or an optimizer's parameters are in no model or in several.
+    """Return one part for each name of a model or an optimizer. Local. Raises ``TypeError`` if
+    ``optimizers`` is not a dict, and ``ValueError`` if a name cannot be the name of a folder, or if
+    an optimizer's parameters are in no model or in several models.
     """
     given = {} if optimizers is None else optimizers
     if not isinstance(given, Mapping):
@@ -90,10 +94,10 @@ def _model_of(
 
 
 class RandomStates:
-    """The generators of this process: Python's, NumPy's, torch's and those of its GPUs."""
+    """The random generators of this process: those of Python, NumPy, torch and the GPUs."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The generators' states as plain values."""
+        """Return the states of the generators as plain values."""
         import numpy as np
 
         kind, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
@@ -119,8 +123,10 @@ class RandomStates:
 
 
 def states_of(scheduler: Any, states: States, rng: bool) -> tuple[Any, dict[str, Any]]:
-    """The one scheduler, and all objects whose states each rank has. Local. ``TypeError``: one has
-    no ``state_dict()`` or ``load_state_dict()``; ``ValueError``: a name is given twice.
+    """Return the single scheduler, and a dict from names to the objects of which a checkpoint saves
+    every rank's state. If ``scheduler`` is a dict, its schedulers are in that dict, and the first
+    result is ``None``. Local. Raises ``TypeError`` if an object has no ``state_dict()`` or no
+    ``load_state_dict()``, and ``ValueError`` if ``states`` has the name that ``rng`` uses.
     """
     found = dict(states or {})
     if isinstance(scheduler, Mapping):
@@ -150,7 +156,7 @@ def plan_of(
     states: Mapping[str, Any],
     **options: Any,
 ) -> Plan:
-    """As ``make_plan``, also for dicts. Collective."""
+    """Plan a save as ``make_plan`` does, also for dicts of models. Collective."""
     if isinstance(models, nn.Module):
         return make_plan(
             target, ranks, models, optimizers, scheduler, extra, states=states, **options
@@ -190,8 +196,8 @@ def run_several(
     states: Mapping[str, Any],
     **options: Any,
 ) -> Loaded:
-    """As ``run_load``, also for dicts: all parts are checked before the first one is changed.
-    Collective.
+    """Load as ``run_load`` does, also for dicts of models. All parts are checked before the first
+    one is changed. Collective.
     """
     what = f"loading checkpoint {path}"
     if isinstance(models, nn.Module):

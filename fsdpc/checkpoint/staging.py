@@ -1,11 +1,12 @@
-"""A GPU's memory to and from files, through pinned host memory that is kept for the next time.
+"""Copies between a GPU and files, through pinned host memory that is kept for the next call.
 
-The copies run on a lane (``_companions/lane.py``), behind the work that torch's current stream
-has so far. A save in the foreground, and a load, use two slots: while the writer writes one, the
-lane fills the other. A save in the background copies everything into one snapshot. Its thread waits
-for the copy, and so does the current stream before the next optimizer step; the caller does not.
-Where the snapshot would be larger than ``FSDPC_PINNED_MIB`` (default: no bound), or memory cannot
-be pinned, the copy goes slot by slot into ordinary memory before ``save`` returns.
+The copies run on a lane (``_companions/lane.py``), after the work that torch's current stream has
+queued so far. A save in the foreground, and a load, use two slots: while the writer writes one
+slot, the lane fills the other. A save in the background copies everything into one snapshot. The
+thread of the save waits for this copy, and so does the current stream before the next optimizer
+step, but the caller does not wait. If the snapshot would be larger than ``FSDPC_PINNED_MIB``
+(default: no bound), or if memory cannot be pinned, the values are copied through the slots into
+ordinary memory before ``save`` returns.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ SLOT_BYTES = 32 << 20
 _PAGE = 4096
 _ALIGNED = 64
 _GRAIN = 1 << 16
-_FOR_THREADS = 1 << 20  # bytes from which torch copies by several threads, where it has them
+_FOR_THREADS = 1 << 20  # bytes; larger or equal copies use torch, which may use several threads
 _PINNED = "FSDPC_PINNED_MIB"
 _NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
-SIZES = (4, 2, 2, 8, 1)  # bytes of an element, by the engine's number of its type
+SIZES = (4, 2, 2, 8, 1)  # bytes of an element; the index is the engine's number of the dtype
 
 
 def in_host_memory(entry: Entry) -> bool:
-    """True if the engine reads and writes the entry's memory itself."""
+    """Return True if the engine can read and write the entry's memory directly."""
     return entry.on_host or ordinal_of(entry.memory) is None
 
 
 class Spare:
-    """Memory that is kept from one snapshot to the next. While a save has it, another one may begin
-    (in a signal handler or a thread): the second gets memory of its own.
+    """Memory that is kept from one snapshot to the next. If a second save begins while a first one
+    uses the memory (in a signal handler or a thread), the second save gets new memory.
     """
 
     def __init__(self) -> None:
@@ -64,13 +65,15 @@ class Spare:
         return sum(map(len, self._kept))
 
     def take(self, total: int, make: Callable[[int], Tensor]) -> Tensor:
-        """At least ``total`` bytes, the caller's until ``give``. Raises what ``make`` raises."""
+        """Return at least ``total`` bytes, which belong to the caller until ``give``. If no kept
+        memory is large enough, ``make`` allocates new memory. Raises what ``make`` raises.
+        """
         try:
             memory = self._kept.pop()
         except IndexError:
             memory = _NONE
         if len(memory) < total:
-            memory = _NONE  # frees the old memory first: both might not fit
+            memory = _NONE  # free the old memory first: old and new memory might not both fit
             memory = make(total)
         return memory
 
@@ -81,11 +84,11 @@ class Spare:
 @dataclass
 class _Slot:
     memory: Tensor
-    mark: int = 0  # of the last copy
+    mark: int = 0  # the lane's mark after the last copy through this slot
 
 
 class Staging:
-    """What one GPU's checkpoints use: a lane, two slots, the memory of a snapshot."""
+    """The lane, the two slots and the snapshot memory that saves and loads of one GPU use."""
 
     def __init__(self, ordinal: int) -> None:
         self.lane = Lane(ordinal)
@@ -94,18 +97,18 @@ class Staging:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of pinned memory that are kept."""
+        """Return how many bytes of pinned memory are kept."""
         return self.snapshot.nbytes + sum(len(slot.memory) for slot in self.slots)
 
     def begin(self, most: int) -> None:
-        """Get ready for copies of at most ``most`` bytes in all, behind the current stream's work
-        so far. ``MemoryError``: not even the slots can be pinned.
+        """Prepare for copies of at most ``most`` bytes in total, which run after the work that the
+        current stream has queued so far. Raises ``MemoryError`` if the slots cannot be pinned.
         """
         room = min(SLOT_BYTES, -(-most // _GRAIN) * _GRAIN)
         for slot in self.slots:
             self._finish(slot)
         if not self.slots or len(self.slots[0].memory) < room:
-            self.slots = []  # the old ones go first
+            self.slots = []  # free the old slots first
             self.slots = [_Slot(pinned(self.lane.ordinal, room)) for _ in range(2)]
         self.lane.begin()
 
@@ -114,8 +117,9 @@ class Staging:
             self.lane.finish(slot.mark, "a checkpoint's copies to and from host memory")
 
     def rows_out(self, table: np.ndarray) -> Iterator[np.ndarray]:
-        """The ranges, whose addresses are on the GPU, part by part with addresses in a slot with
-        their values. While the caller uses one part, the lane copies the next one.
+        """Copy ranges from the GPU to the slots, one part at a time. Yields each part of the table
+        with addresses in a slot in place of those on the GPU. While the caller uses one part, the
+        lane copies the next one.
         """
         before: tuple[np.ndarray, _Slot] | None = None
         for number, part in enumerate(_parts(table, len(self.slots[0].memory))):
@@ -135,8 +139,8 @@ class Staging:
     def rows_in(
         self, table: np.ndarray, read: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Read ranges with addresses on the GPU, each part through a slot. The current stream has
-        yet to wait for the lane (``joined``).
+        """Read ranges into the GPU's memory, each part through a slot, and yield what ``read``
+        returns. Call ``joined`` afterwards, so that the current stream waits for the copies.
         """
         for number, part in enumerate(_parts(table, len(self.slots[0].memory))):
             slot = self.slots[number % 2]
@@ -148,11 +152,13 @@ class Staging:
             slot.mark = self.lane.mark()
 
     def joined(self) -> None:
-        """Have the current stream wait for all copies so far."""
+        """Let the current stream wait for all copies so far."""
         self.lane.join(self.lane.mark())
 
     def pinned_snapshot(self, total: int) -> Tensor | None:
-        """Memory from ``snapshot``; None: ``total`` bytes may not, or cannot, be pinned."""
+        """Return pinned memory for a snapshot, or None if ``total`` bytes are more than
+        ``FSDPC_PINNED_MIB`` or cannot be pinned.
+        """
         bound = os.environ.get(_PINNED)
         if bound is not None and total > int(float(bound) * (1 << 20)):
             return None
@@ -166,12 +172,12 @@ class Staging:
 
 @cache
 def staging_of(ordinal: int) -> Staging:
-    """This process's staging of one GPU. Local."""
+    """Return the ``Staging`` of one GPU in this process. Local."""
     return Staging(ordinal)
 
 
 def cut_row(row: np.ndarray, at: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut a range of a file in two, the first of ``at`` bytes."""
+    """Cut a range of a file into two ranges, of which the first has ``at`` bytes in the file."""
     head, tail = row.copy(), row.copy()
     head[NBYTES] = at
     tail[NBYTES] -= at
@@ -183,7 +189,9 @@ def cut_row(row: np.ndarray, at: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _parts(table: np.ndarray, room: int) -> Iterator[np.ndarray]:
-    """The table in file order, in parts that fit in a slot; long ranges are cut at file pages."""
+    """Yield the ranges in the order of the file, in parts that fit in a slot. Long ranges are cut
+    at page boundaries of the file.
+    """
     part: list[np.ndarray] = []
     used = 0
     for row in table[np.argsort(table[:, OFFSET], kind="stable")]:
@@ -204,7 +212,7 @@ def _parts(table: np.ndarray, room: int) -> Iterator[np.ndarray]:
 
 
 def _sources(part: np.ndarray) -> list[tuple[int, int]]:
-    """Address and bytes of each range in memory."""
+    """Return the address of each range in memory, and its number of bytes there."""
     return [
         (int(row[MEMORY]), int(row[NBYTES]) // SIZES[row[FILE_TYPE]] * SIZES[row[MEMORY_TYPE]])
         for row in part
@@ -212,7 +220,7 @@ def _sources(part: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _placed(part: np.ndarray, slot: _Slot) -> np.ndarray:
-    """The ranges with addresses in a slot, one behind the other."""
+    """Return the ranges with addresses in a slot, where they follow one another."""
     staged = part.copy()
     at = slot.memory.data_ptr()
     for row, (_, nbytes) in zip(staged, _sources(part), strict=True):
@@ -227,7 +235,9 @@ def _placed(part: np.ndarray, slot: _Slot) -> np.ndarray:
 def by_device(
     items: Iterable[tuple[Entry, np.ndarray]],
 ) -> Iterator[tuple[Staging, np.ndarray]]:
-    """Entries on GPUs and their tables of ranges, put together by GPU, each ready to copy."""
+    """Yield, for each GPU, a ``Staging`` that is ready to copy, and the ranges of all entries on
+    that GPU in one table.
+    """
     tables: dict[int, list[np.ndarray]] = {}
     for entry, rows in items:
         ordinal = ordinal_of(entry.memory)
@@ -240,14 +250,14 @@ def by_device(
 
 
 def begun(ordinal: int, rows: np.ndarray) -> Staging:
-    """A GPU's staging, ready to copy these ranges, of which there is one at least."""
+    """Return the ``Staging`` of a GPU, ready to copy these ranges. ``rows`` must not be empty."""
     staging = staging_of(ordinal)
     staging.begin(int(_rooms(rows)[1].sum()))
     return staging
 
 
 def _rooms(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of each range in memory, and of its place in a slot or snapshot."""
+    """Return how many bytes each range has in memory, and how many in a slot or a snapshot."""
     sizes = np.array(SIZES)
     nbytes = rows[:, NBYTES] // sizes[rows[:, FILE_TYPE]] * sizes[rows[:, MEMORY_TYPE]]
     return nbytes, -(-nbytes // _ALIGNED) * _ALIGNED
@@ -260,37 +270,38 @@ def _rooms(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class Landing:
     """A snapshot that the lanes may still be copying.
 
-    ``watched``: parameters that a program may write without a hook; the snapshot is torn
-    if one is written before the current stream has waited.
+    ``watched`` are the parameters. A program may write parameters outside of an optimizer's step.
+    If a parameter is written before the current stream has waited for the copies, the snapshot is
+    ``torn``: the snapshot may have both old and new values.
     """
 
     watched: Sequence[Tensor]
     lanes: list[tuple[Lane, int]] = field(default_factory=list)
-    sources: list[Tensor] = field(default_factory=list)  # alive until they are copied
+    sources: list[Tensor] = field(default_factory=list)  # kept alive until they are copied
     versions: list[int] = field(default_factory=list)
     joined: bool = False
     torn: bool = False
     taken: list[tuple[Spare, Tensor]] = field(default_factory=list)
 
     def take(self, spare: Spare, memory: Tensor) -> Tensor:
-        """Have the memory given back to ``spare`` by ``give_back``."""
+        """Return ``memory``, and record that ``give_back`` must give it back to ``spare``."""
         self.taken.append((spare, memory))
         return memory
 
     def give_back(self) -> None:
-        """Let the next save have the snapshot's memory. Local."""
+        """Give the snapshot's memory back, so that the next save can use it. Local."""
         while self.taken:
             spare, memory = self.taken.pop()
             spare.give(memory)
 
     def await_write(self) -> None:
-        """Have the current stream wait for the snapshot before the next optimizer step."""
+        """Arrange that the current stream waits for the snapshot before the next optimizer step."""
         if self.lanes:
             self.versions = [tensor._version for tensor in self.watched]
             call_before_write(self.join)
 
     def join(self) -> None:
-        """Have the current stream wait for the snapshot, at the first call. Local."""
+        """Let the current stream wait for the snapshot; only the first call does this. Local."""
         if not self.joined and self.lanes:
             self.torn = self._changed()
             for lane, mark in self.lanes:
@@ -298,7 +309,9 @@ class Landing:
         self.joined = True
 
     def finish(self) -> None:
-        """Host sync: wait until the snapshot is in host memory. ``CheckpointError``: it is torn."""
+        """Wait on the host until the snapshot is in host memory. Raises ``CheckpointError`` if the
+        snapshot is torn.
+        """
         for lane, mark in self.lanes:
             lane.finish(mark, "the snapshot of a checkpoint")
         self.sources.clear()
@@ -317,8 +330,10 @@ class Landing:
 def snapshot(
     tables: Sequence[Table], keep: Sequence[Tensor], landing: Landing
 ) -> tuple[list[Table], list[Tensor]]:
-    """The tables with addresses in copies in host memory, and the copies. ``landing`` waits for
-    copies from GPUs; ``keep``: what the old addresses point into. ``MemoryError``.
+    """Copy the ranges of tables to host memory. Returns the tables with the addresses of the
+    copies, and the memory of the copies. Copies from GPUs may still run: ``landing.finish`` waits
+    for them. ``keep`` has the tensors into which the old addresses point. Raises ``MemoryError`` if
+    no memory can be pinned.
     """
     if not tables:
         return [], []
@@ -353,7 +368,10 @@ def _ordinary(total: int) -> Tensor:
 
 
 def _host_snapshot(moves: np.ndarray, total: int, landing: Landing) -> Tensor:
-    """``moves``: rows of address, offset in the snapshot (made the address there), and bytes."""
+    """Copy ranges of host memory into a snapshot, and return the snapshot's memory. Each row of
+    ``moves`` has an address, an offset in the snapshot, and a number of bytes. The offsets are
+    replaced by addresses in place.
+    """
     memory = landing.take(_on_host, _on_host.take(total, _ordinary))
     moves[:, 1] += memory.data_ptr()
     small = moves[:, 2] < _FOR_THREADS
@@ -364,14 +382,14 @@ def _host_snapshot(moves: np.ndarray, total: int, landing: Landing) -> Tensor:
 
 
 def bytes_at(address: int, nbytes: int) -> Tensor:
-    """Memory as a tensor that does not keep the memory alive. Local."""
+    """Return the memory at an address as a tensor, which does not keep the memory alive. Local."""
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 def _gpu_snapshot(
     staging: Staging, moves: np.ndarray, total: int, steady: np.ndarray, landing: Landing
 ) -> Tensor:
-    """As ``_host_snapshot``, of a GPU's memory."""
+    """Copy ranges of a GPU's memory into a snapshot, as ``_host_snapshot`` does."""
     whole = staging.pinned_snapshot(total)
     if whole is None:
         memory = landing.take(staging.ordinary, staging.ordinary.take(total, _ordinary))
@@ -383,7 +401,7 @@ def _gpu_snapshot(
         _through_slots(staging, moves)
         return memory
     staging.lane.begin()
-    for kind in (False, True):  # what a forward may write comes first
+    for kind in (False, True):  # False, first: tensors that a forward may write
         for source, target, nbytes in moves[steady == kind].tolist():
             staging.lane.out(target, source, nbytes)
         if not kind:
@@ -393,7 +411,9 @@ def _gpu_snapshot(
 
 
 def _through_slots(staging: Staging, moves: np.ndarray) -> None:
-    """Copy ``moves`` to ordinary memory, whose addresses stand for offsets in a file."""
+    """Copy ``moves`` through the slots to ordinary memory. In the table of ranges, the addresses in
+    ordinary memory take the place of offsets in a file.
+    """
     table = np.zeros((len(moves), INDEX + 1), dtype=np.int64)
     table[:, [MEMORY, OFFSET, NBYTES]] = moves
     table[:, MEMORY_TYPE] = table[:, FILE_TYPE] = SIZES.index(1)

@@ -1,4 +1,4 @@
-"""Which states an optimizer has of a parameter, compared with those of a checkpoint."""
+"""Comparison of the states that an optimizer has of a parameter with those in a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def check_keys(
     saved_groups: list[dict[str, Any]],
     chosen: set[str],
 ) -> None:
-    """``ValueError`` names the states that the checkpoint lacks or that the optimizer does not use,
-    by parameter. For classes other than torch's and fsdpc's, the wanted states are those that the
-    optimizer has now; if it has none, nothing is compared. Local.
+    """Check that the checkpoint has the states that the optimizer uses, and no others. Raises
+    ``ValueError``, which names the parameter and the states that are missing or not used. For
+    classes other than torch's and fsdpc's, the expected states are those that the optimizer has
+    now. If the optimizer has no states, nothing is compared. Local.
     """
     if hasattr(optimizer, "span_states"):
         return  # make_state checks the states of such an optimizer
@@ -57,7 +58,9 @@ def _compare(name: str, found: set[str], wanted: set[str], optimizer: str) -> No
 
 
 def _usual(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> set[str] | None:
-    """The states that a step makes with these options; ``None``: not known here."""
+    """Return the keys of the states that a step makes with these options, or ``None`` if they are
+    not known.
+    """
     if isinstance(optimizer, FusedOptimizer):
         return set(optimizer._names(group))
     if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
@@ -67,7 +70,7 @@ def _usual(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> set[str] 
     options = {key: value for key, value in group.items() if key not in IMPLEMENTATION}
     try:
         tried: Any = type(optimizer)([{**options, "params": [param]}])
-        # The bare step, without what wraps every optimizer's: hooks for all of them, profilers.
+        # Call the bare step, without the wrapper that calls hooks and profilers of all optimizers.
         with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(tried)
     except Exception:  # noqa: BLE001  a closure or a sparse gradient is needed

@@ -1,7 +1,8 @@
 """Folders of steps (``step-000100``), in the order in which they were published.
 
-Each manifest has a number, one more than any that was there before: after a run has gone back to an
-earlier step, neither the highest step nor the clock says what was saved last.
+Each manifest has a number. A new manifest gets a number one higher than the highest number of the
+manifests that are already in the directory. The number is needed because, after a run has gone back
+to an earlier step, neither the highest step nor the clock tells which step was saved last.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ _NUMBER = re.compile(rb'^ "published": (\d+),$', re.MULTILINE)
 
 @dataclass
 class Steps:
-    """Checkpoints of a directory, the last published first. ``abandoned``: published before a step
-    that is not later than they are, so the run has gone back behind them. ``damaged``: when they
-    were published is not known, since their manifests are damaged or missing.
+    """The steps of the checkpoints in a directory. ``live`` and ``abandoned`` begin with the step
+    that was published last. A step is abandoned if a lower step was published after it: the run
+    has then gone back to an earlier step. ``damaged`` has the steps whose place in this order is
+    unknown, because their manifests are damaged or missing.
     """
 
     live: list[int]
@@ -34,8 +36,8 @@ class Steps:
 
 
 def number_of(step: Any) -> int:
-    """The step as an int, also from a number of NumPy or a tensor. ``ValueError``: it is negative,
-    which no name of a folder can have; ``TypeError``: it is no whole number.
+    """Return the step as an int, also if it is a number of NumPy or a tensor. Raises ``ValueError``
+    if the step is negative, and ``TypeError`` if the step is not a whole number.
     """
     try:
         number = operator.index(step)
@@ -51,8 +53,9 @@ def folder_of(directory: AnyPath, step: int) -> AnyPath:
 
 
 def read_steps(directory: AnyPath) -> Steps:
-    """The checkpoints of a directory. Local. Those without a number count as the oldest; of equal
-    numbers, the one that the file ``latest`` names comes first, then the higher step.
+    """Return the checkpoints of a directory. Local. Checkpoints without a number count as the
+    oldest. If checkpoints have equal numbers, the checkpoint that the file ``latest`` names comes
+    first. The others follow, the highest step first.
     """
     named, numbers = named_latest(directory), _numbers(directory)
     order = sorted(
@@ -67,7 +70,7 @@ def read_steps(directory: AnyPath) -> Steps:
 
 
 def read_metrics(directory: AnyPath, steps: Iterable[int]) -> dict[int, float]:
-    """The metrics of the steps that have one and whose manifest is whole. Local."""
+    """Return the metrics of those steps that have a metric and an undamaged manifest. Local."""
     found = {}
     for step in steps:
         try:
@@ -81,7 +84,7 @@ def read_metrics(directory: AnyPath, steps: Iterable[int]) -> dict[int, float]:
 
 
 def named_latest(directory: AnyPath) -> int | None:
-    """The step that the file ``latest`` names. Local."""
+    """Return the step that the file ``latest`` names, or None if there is no such step. Local."""
     try:
         match = _NAME.fullmatch((directory / LATEST).read_text().strip())
     except (OSError, UnicodeDecodeError):
@@ -90,7 +93,9 @@ def named_latest(directory: AnyPath) -> int | None:
 
 
 def next_number(target: AnyPath) -> int | None:
-    """The number of a step that is about to be published; ``None``: the folder is no step's."""
+    """Return the number for the manifest of a step that is about to be published, or ``None`` if
+    ``target`` is not the folder of a step.
+    """
     if not _NAME.fullmatch(target.name):
         return None
     return 1 + max((number or 0 for number in _numbers(target.parent).values()), default=0)
@@ -104,14 +109,14 @@ def _numbers(directory: AnyPath) -> dict[int, int | None]:
         match = _NAME.fullmatch(path.name)
         if match and path.holds_checkpoint():
             number = _number(path)
-            if number is not None or path.holds_checkpoint():  # else removed between the two looks
+            if number is not None or path.holds_checkpoint():  # else the folder is gone by now
                 numbers[int(match[1])] = number
     return numbers
 
 
 def incomplete(directory: AnyPath) -> list[AnyPath]:
-    """Folders of steps in object storage that are no checkpoints: of saves that have failed, or are
-    going on. Local.
+    """Return the folders of steps in object storage that are not checkpoints, because a save has
+    failed or is still running. Local.
     """
     if directory.appears_whole or not directory.is_dir():
         return []

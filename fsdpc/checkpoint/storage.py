@@ -1,9 +1,9 @@
-"""The places of checkpoints: local folders, and folders in object storage (``s3://bucket/run``), by
-fsspec and its drivers.
+"""The places of checkpoints: local folders, and folders in object storage (``s3://bucket/run``),
+which are accessed through fsspec and its drivers.
 
-There are no renames in object storage, so a folder there is a checkpoint as long as it has its
-manifest: that file comes last and goes first, and whoever looks for checkpoints passes over folders
-without it.
+Object storage has no renames, so a folder in object storage is a checkpoint as long as it has a
+manifest. The manifest is written last and removed first. Functions that look for checkpoints ignore
+folders without a manifest.
 """
 
 from __future__ import annotations
@@ -25,44 +25,51 @@ from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.held import Root
 from fsdpc.checkpoint.layout import NBYTES, OFFSET
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # `Path` makes one slash of two
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # `Path` replaces "//" by "/"
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs",
              "az": "adlfs", "hf": "huggingface_hub", "oci": "ocifs", "oss": "ossfs"}  # fmt: skip
 MOST_AT_ONCE = 64 << 20  # bytes of one file that are fetched together
 _PART = 8 << 20
-_GAP = 1 << 16  # bytes between two ranges for which no request of its own is worth while
+_GAP = 1 << 16  # ranges with at most this many bytes between them share a request
 
 
 class LocalPath(PosixPath):
-    """A local folder or file. Local, like its methods."""
+    """A local folder or file. No method is collective."""
 
-    appears_whole = True  # a folder of a checkpoint gets its name when it is complete
+    appears_whole = True  # a checkpoint's folder gets its name only when it is complete
 
     def held(self, *, links: bool = False) -> Root:
-        """The folder to read from; ``links``: see ``Root``. ``CheckpointError``: it is missing."""
+        """Return the opened folder, to read from it; for ``links`` see ``Root``. Raises
+        ``CheckpointError`` if the folder is missing.
+        """
         return Root(self, links=links)
 
     def holds_checkpoint(self) -> bool:
-        """Whether the folder has a checkpoint, perhaps a damaged one; False once it is removed."""
+        """Return whether the folder has a checkpoint, which may be damaged. Returns False after the
+        checkpoint was removed.
+        """
         try:
             return any(self.iterdir())
         except OSError:
             return False
 
     def put(self, content: bytes) -> None:
-        """Create or replace a small file; readers see the old or the new one."""
+        """Create or replace a small file. Readers see either the old or the new file."""
         _folders.replace_durably(self, content)
 
     def remove(self) -> None:
-        """Remove a checkpoint's folder, which counts as no checkpoint from the first moment on."""
+        """Remove a checkpoint's folder. The folder is renamed first, so that a partly removed
+        folder does not count as a checkpoint.
+        """
         _folders.remove(self)
 
 
 class Url:
-    """A folder or file of object storage, with the methods of ``pathlib.Path`` that this package
-    uses, and those for the folder of a checkpoint. Local.
+    """A folder or file in object storage, with the methods of ``pathlib.Path`` that this package
+    uses, and with methods for the folder of a checkpoint, as in ``LocalPath``. Local.
 
-    ``CheckpointError``: fsspec or the scheme's driver is missing, or refuses the URL.
+    The methods raise ``CheckpointError`` if fsspec or the driver of the URL's scheme is missing, or
+    if the driver does not accept the URL.
     """
 
     appears_whole = False
@@ -85,17 +92,17 @@ class Url:
 
     @property
     def is_own_memory(self) -> bool:
-        """Whether no other process sees what is written here."""
+        """Return whether the storage is memory of this process, which no other process sees."""
         return self._text.startswith("memory:")
 
     @property
     def fs(self) -> Any:
-        """The driver's file system."""
+        """Return the driver's file system."""
         return self._found[0]
 
     @property
     def path(self) -> str:
-        """The name in ``fs``."""
+        """Return the path of the folder or file in ``fs``."""
         return self._found[1]
 
     def __str__(self) -> str:
@@ -131,7 +138,9 @@ class Url:
         return bool(self._fresh.isfile(self.path))
 
     def iterdir(self) -> Iterator[Url]:
-        """What is in the folder, by name. ``FileNotFoundError``: there is no such folder."""
+        """Return the files and folders in the folder, sorted by name. Raises ``FileNotFoundError``
+        if the folder does not exist.
+        """
         found = self._fresh.ls(self.path, detail=False)
         names = {str(each).rstrip("/").rpartition("/")[2] for each in found}
         return (self / name for name in sorted(names - {self.path.rpartition("/")[2]}))
@@ -146,13 +155,13 @@ class Url:
         return self.read_bytes().decode()
 
     def held(self, *, links: bool = False) -> RemoteFolder:
-        """The folder to read from, listed once; there are no links. ``CheckpointError``: it is
-        missing.
+        """Return the folder, to read from it; the folder is listed once. ``links`` has no effect,
+        because object storage has no links. Raises ``CheckpointError`` if the folder is missing.
         """
         return RemoteFolder(self)
 
     def holds_checkpoint(self) -> bool:
-        """Whether the folder has a manifest, which comes last and goes first."""
+        """Return whether the folder has a manifest, which is written last and removed first."""
         return (self / _manifest.NAME).exists()
 
     def put(self, content: bytes) -> None:
@@ -160,7 +169,7 @@ class Url:
         self.fs.pipe_file(self.path, content)
 
     def remove(self) -> None:
-        """Remove a folder and all in it, its manifest before the rest."""
+        """Remove a folder and everything in it, the manifest first."""
         manifest = self / _manifest.NAME
         if manifest.is_file():
             self.fs.rm_file(manifest.path)
@@ -168,8 +177,8 @@ class Url:
             self.fs.rm(self.path, recursive=True)
 
     def sizes(self) -> dict[str, tuple[int, str]]:
-        """Names of all files in the folder and its folders -> bytes, and a text that changes when
-        the file does.
+        """Return a dict from the name of each file in the folder and its subfolders to the size of
+        the file and a text that changes when the file changes.
         """
         found = self._fresh.find(self.path, maxdepth=2, detail=True)
         begin = len(self.path.rstrip("/")) + 1
@@ -177,7 +186,9 @@ class Url:
 
     @property
     def _fresh(self) -> Any:
-        """``fs`` without the listings that drivers remember: other processes write here, too."""
+        """Return ``fs`` after clearing its cache of listings, because other processes also write to
+        the storage.
+        """
         self.fs.invalidate_cache()
         return self.fs
 
@@ -191,7 +202,7 @@ AnyPath = LocalPath | Url
 
 
 def place_of(path: str | os.PathLike[str] | Url) -> AnyPath:
-    """The place of a path: a local one, absolute, or a URL's. Local."""
+    """Return an absolute ``LocalPath`` for a local path, or a ``Url`` for a URL. Local."""
     if isinstance(path, LocalPath | Url):
         return path
     text = os.fspath(path)
@@ -205,7 +216,9 @@ def place_of(path: str | os.PathLike[str] | Url) -> AnyPath:
 
 
 def local_path(path: str | os.PathLike[str]) -> LocalPath:
-    """The path, absolute. ``ValueError``: a URL, where only a local folder will do."""
+    """Return the absolute path, for functions that need a local folder. Raises ``ValueError`` if
+    ``path`` is a URL.
+    """
     found = place_of(path)
     if not isinstance(found, LocalPath):
         raise ValueError(
@@ -218,16 +231,18 @@ def local_path(path: str | os.PathLike[str]) -> LocalPath:
 
 
 class RemoteFile:
-    """A file in object storage, read as a ``held.Held`` is."""
+    """A file in object storage, with the method ``read`` of ``held.Held``."""
 
     def __init__(self, url: Url, size: int, mark: str) -> None:
         self._url, self.size, self.stamp = url, size, (mark, size)
 
     def read(self, nbytes: int, offset: int, path: object) -> bytes:
-        """``CheckpointError``: the file, which messages call ``path``, ends early or fails."""
+        """Return ``nbytes`` bytes from ``offset`` on. Raises ``CheckpointError``, with ``path`` as
+        the name of the file, if the file has fewer bytes or cannot be read.
+        """
         try:
             found = self._url.fs.cat_file(self._url.path, start=offset, end=offset + nbytes)
-        except Exception as error:  # each driver has classes of its own
+        except Exception as error:  # each driver has its own exception classes
             raise CheckpointError(f"reading {path}: {type(error).__name__}: {error}") from error
         if len(found) != nbytes:
             raise CheckpointError(f"{path} ends at byte {offset + len(found)}: the file was cut")
@@ -235,7 +250,9 @@ class RemoteFile:
 
     @contextmanager
     def fetched(self, rows: np.ndarray) -> Iterator[int]:
-        """A descriptor of a memory file with these ranges of the remote file, at their offsets."""
+        """Yield the descriptor of a file in memory that has these ranges of the remote file, at the
+        same offsets.
+        """
         fd = os.memfd_create("fsdpc checkpoint", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, self.size)
@@ -259,7 +276,7 @@ class RemoteFile:
 
 
 def _parts(rows: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Begins and ends of what is fetched for a table of ranges."""
+    """Yield the begin and the end of each part of the file to fetch for a table of ranges."""
     begin = end = -1
     order = rows[np.argsort(rows[:, OFFSET], kind="stable")][:, (OFFSET, NBYTES)]
     for offset, nbytes in order.tolist():
@@ -277,7 +294,9 @@ def _parts(rows: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 class RemoteFolder:
-    """A folder in object storage, as a ``held.Root``, listed once. ``CheckpointError``: no file."""
+    """A folder in object storage, with the methods of ``held.Root``. The folder is listed once.
+    Raises ``CheckpointError`` if there is no file in the folder.
+    """
 
     def __init__(self, url: Url) -> None:
         self.path = url
@@ -300,7 +319,9 @@ class RemoteFolder:
         return False
 
     def open(self, name: str) -> RemoteFile:
-        """A file, to be read. ``CheckpointError``: the listing does not have it."""
+        """Return a file, to read from it. Raises ``CheckpointError`` if the listing does not have
+        the file.
+        """
         if name not in self._sizes:
             raise CheckpointError(f"{self.path / name} is missing")
         if name not in self._files:
@@ -308,7 +329,7 @@ class RemoteFolder:
         return self._files[name]
 
     def unopened(self) -> list[str]:
-        """What is in the folder and was not opened."""
+        """Return the names of unopened files, and of subfolders in which no file was opened."""
         opened = {name.partition("/")[0] for name in self._files}
         return sorted({name.partition("/")[0] for name in self._sizes} - opened)
 
@@ -317,11 +338,11 @@ class RemoteFolder:
 
     @property
     def stamp(self) -> list[tuple[str, tuple[str, int]]]:
-        """Names of the opened files, each with what changes when the file does."""
+        """Return each opened file's name, with a value that changes when the file changes."""
         return [(name, file.stamp) for name, file in sorted(self._files.items())]
 
     def check_unwritten(self) -> None:
-        """``CheckpointError``: a file was replaced since it was listed."""
+        """Raise ``CheckpointError`` if an opened file was replaced after it was listed."""
         now = self.path.sizes()
         for name, file in self._files.items():
             if now.get(name, (0, ""))[::-1] != file.stamp:

@@ -1,4 +1,6 @@
-"""The reading end of ``WeightStream.publish``, in another process of the host. See ``outlet``."""
+"""The reader of the weights that ``WeightStream.publish`` sends to other processes of the host.
+See ``outlet`` for the protocol.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +35,22 @@ _RETRY_S = 0.05
 
 
 class StreamReader:
-    """The sets of weights that a training publishes at ``path`` (``WeightStream.publish``):
+    """An iterator over the sets of weights that a training run publishes at ``path`` with
+    ``WeightStream.publish``:
 
         with StreamReader("run/weights.sock", deadline=600) as reader:
-            for weights in reader:  # until the training closes its stream
+            for weights in reader:  # ends when the training run closes its stream
                 engine.load_weights(weights)  # (name, tensor) pairs, on the CPU
 
-    Needs no process group. The constructor waits until somebody publishes there.
+    The reader needs no process group. The constructor waits until a process publishes at ``path``.
 
     Args:
-        path: the socket's, as for ``publish``.
-        deadline: seconds that each wait for the other side may take; default ``FSDPC_TIMEOUT``.
+        path: the path of the socket, as for ``publish``.
+        deadline: seconds that each wait for the publisher may take; default ``FSDPC_TIMEOUT``.
 
-    Local. ``CheckpointError``: the deadline has passed, or the training has ended or failed in the
-    middle of a set: connect again for the next one. ``PermissionError``: another user trains there.
+    Local. ``CheckpointError``: the deadline has passed, or the training run has ended or failed in
+    the middle of a set; make a new reader for the next set. ``PermissionError``: the process that
+    publishes at ``path`` belongs to another user.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, deadline: float | None = None) -> None:
@@ -58,7 +62,8 @@ class StreamReader:
         self._memory: mmap.mmap | None = None
         self._fd = -1
         self._slot = 0
-        self._maps: dict[int, list[weakref.ref[mmap.mmap]]] = {}  # of buckets not given back
+        # By bucket, the mappings of its tensors. The slots of these buckets are not yet released.
+        self._maps: dict[int, list[weakref.ref[mmap.mmap]]] = {}
         self._set: StreamedSet | None = None
 
     def _connect(self) -> socket.socket:
@@ -86,7 +91,9 @@ class StreamReader:
         return self
 
     def __next__(self) -> StreamedSet:
-        """The next set; waits for it. ``CheckpointError``: the last one was not read to its end."""
+        """Wait for the next set and return it. Raise ``CheckpointError`` if the previous set was
+        not read to its end.
+        """
         if self._set is not None and not self._set.complete:
             self.close()
             raise CheckpointError(
@@ -105,7 +112,9 @@ class StreamReader:
         return self._set
 
     def close(self) -> None:
-        """Leave the stream; in the middle of a set, ``publish`` then raises an error. Local."""
+        """Leave the stream. If the reader leaves in the middle of a set, ``publish`` raises an
+        error. Local.
+        """
         self._sock.close()
         if self._fd >= 0:
             os.close(self._fd)
@@ -141,7 +150,9 @@ class StreamReader:
         self._memory = mmap.mmap(fd, SLOTS * slot, prot=mmap.PROT_READ)
 
     def _check_stamps(self, bucket: int) -> None:
-        """``CheckpointError``: an end of the bucket's slot does not have the bucket's number."""
+        """Raise ``CheckpointError`` if the stamp at either end of the bucket's slot is not the
+        bucket's number.
+        """
         assert self._memory is not None
         at = bucket % SLOTS * self._slot
         ends = [STAMP.unpack_from(self._memory, at + end)[0] for end in (0, self._slot - PAGE)]
@@ -152,8 +163,9 @@ class StreamReader:
             )
 
     def _tensor(self, bucket: int, form: list[Any]) -> Tensor:
-        """A tensor of a bucket, over a private mapping of its own: writes of the training would
-        still show in its pages, until ``_give_back`` makes copies of them.
+        """Return a tensor of a bucket. The tensor has its own private mapping of its bytes in the
+        slot. Later writes of the training run would be visible in this mapping until ``_give_back``
+        copies the pages.
         """
         names, type_name, shape, offset = form
         dtype = dtype_of(type_name, names[0])
@@ -163,14 +175,15 @@ class StreamReader:
         if offset % ALIGNED or not 0 <= offset <= self._slot - 2 * PAGE - nbytes:
             raise CheckpointError(f"{self._path}: {names[0]} lies outside of its slot")
         at = bucket % SLOTS * self._slot + PAGE + offset
-        private = mmap.MAP_PRIVATE  # what a reader writes in place, nobody else sees
+        private = mmap.MAP_PRIVATE  # no other process sees what the reader writes
         pages = mmap.mmap(self._fd, nbytes, private, mmap.PROT_READ | mmap.PROT_WRITE, offset=at)
         self._maps.setdefault(bucket, []).append(weakref.ref(pages))
         return torch.frombuffer(pages, dtype=dtype).view(shape)
 
     def _give_back(self, until: int, *, detach: bool = False) -> None:
-        """Give back the slots of buckets up to ``until`` of which nobody holds a tensor.
-        ``detach``: give back all; tensors that somebody holds become copies.
+        """Release the slots of the buckets with numbers up to ``until``, in order. Stop at the
+        first bucket that has a living tensor. With ``detach``, do not stop: copy the pages of
+        living tensors, then release their slot.
         """
         for bucket in sorted(self._maps):
             if bucket > until:
@@ -180,21 +193,22 @@ class StreamReader:
                 return
             for pages in held:
                 first = np.frombuffer(pages, dtype=np.uint8)[::PAGE]
-                first |= 0  # a write, by which the kernel copies the page
+                first |= 0  # because of this write, the OS copies each page
             del self._maps[bucket]
             self._say({"free": bucket})
 
     def _say(self, body: dict[str, Any]) -> None:
-        with suppress(OSError):  # if the other side has ended, the next ``_hear`` raises
+        with suppress(OSError):  # if the publisher has ended, the next ``_hear`` raises
             send(self._sock, body)
 
 
 class StreamedSet:
-    """One set: iterate over it, once, for ``(name, tensor)`` on the CPU.
+    """A set of weights. Iterate over the set once for its ``(name, tensor)`` pairs on the CPU.
 
-    A tensor stays valid while it is held; to hold more than one bucket's tensors costs copies.
-    What is written into it in place stays in this process. ``step``: as given to ``publish``.
-    ``CheckpointError`` as ``StreamReader``, also: the values are torn. Local.
+    A tensor stays valid as long as it is referenced, but it is copied if it is kept while later
+    buckets are read. In-place writes into a tensor stay in this process. ``step`` is the argument
+    of ``publish``. Raises ``CheckpointError`` as ``StreamReader`` does, and if the values were
+    overwritten while they were read. Local.
     """
 
     def __init__(self, reader: StreamReader, body: dict[str, Any]) -> None:
@@ -205,7 +219,7 @@ class StreamedSet:
         self._begun = False
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Name, dtype and shape of every tensor, in their order. Local."""
+        """Return the name, dtype and shape of every tensor, in the order of the set. Local."""
         return [
             (name, dtype_of(type_name, name), tuple(shape))
             for bucket in self._buckets

@@ -1,5 +1,6 @@
-"""A tap for a model's weights: consistent sets of full values, bucket by bucket, for an inference
-engine or another process, without a second model in memory.
+"""Streams of a model's full weights, for an inference engine or another process. A set of weights
+has the values of one step. The values are read bucket by bucket, so that no second model is in
+memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fsdpc.checkpoint.whole import Part, Rooms, Whole, room_of
 
 BUCKET_BYTES = 256 << 20
 _WHAT = "streaming weights"
-_POLL_S = 0.5  # how long rank 0 waits for readers between two meetings of the ranks
+_POLL_S = 0.5  # how long rank 0 waits for readers before the ranks synchronize again
 
 Bucket = list[tuple[str, Tensor]]
 
@@ -40,8 +41,8 @@ class WeightInfo(NamedTuple):
 
 
 class WeightStream:
-    """What ``fsdpc.checkpoint.stream`` returns. Iterate over it for a set of full weights, again
-    for the next one; ``buckets``, ``send`` and ``publish`` give the same in other forms.
+    """A stream of sets of full weights, which ``fsdpc.checkpoint.stream`` returns. Each iteration
+    over the object gives one set; ``buckets``, ``send`` and ``publish`` give a set in other forms.
     """
 
     def __init__(
@@ -56,29 +57,35 @@ class WeightStream:
         self._rank0_only, self._device = rank0_only, device
         self._rooms = Rooms()
         self._outlet: Outlet | None = None
-        self._kept: tuple[list[Any], Whole] | None = None  # of the last set; holds no tensors
+        # Of the last set: the values of the model's stamp (see ``kept.Stamp``), and the plan.
+        self._kept: tuple[list[Any], Whole] | None = None
 
     def metadata(self) -> list[WeightInfo]:
-        """Name, dtype and shape of each tensor, in the sets' order. Local; nothing is gathered."""
+        """Return the name, dtype and shape of each tensor, in the order in which a set gives them.
+        Local; no parameter is gathered.
+        """
         whole = Whole(self._model, (0, 1), self._rooms, **self._options)
         return [
             WeightInfo(name, part.dtype, part.shape) for part in whole.parts for name in part.names
         ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """A set, tensor by tensor. Collective: every rank iterates. See ``buckets``."""
+        """Yield the tensors of a set one by one. Collective: every rank must iterate. See
+        ``buckets``.
+        """
         for bucket in self.buckets():
             yield from bucket
 
     def buckets(self) -> Iterator[Bucket]:
-        """A set in lists of ``(name, tensor)``. Collective: every rank iterates, also those that
-        get nothing (``rank0_only``). A rank that leaves the loop early takes part in the rest.
+        """Yield a set in buckets, which are lists of ``(name, tensor)``. Collective: every rank
+        must iterate, also the ranks that get no values (``rank0_only``). A rank that leaves the
+        loop early still takes part in the reads of the remaining buckets.
 
-        A tensor stays valid as long as somebody holds it; a bucket's memory is used again when all
-        its tensors are gone. Forwards and backwards may run between two buckets.
+        A tensor stays valid as long as it is referenced; the memory of a bucket is reused when no
+        tensor of the bucket is alive. Forwards and backwards may run between two buckets.
 
-        ``CheckpointError``: ranks have different models or arguments, a rank has died, a parameter
-        or buffer was written before the set was complete.
+        ``CheckpointError``: ranks have different models or arguments, a rank has died, or a
+        parameter or buffer was written before the set was complete.
         """
         ranks = ranks_of(self._group, beside=True)
         keeps = self._keeps(ranks)
@@ -96,7 +103,8 @@ class WeightStream:
 
     def send(self, to: Callable[[Bucket], object]) -> None:
         """Call ``to`` with every bucket of a set, on every rank or, with ``rank0_only``, on rank 0.
-        Collective. ``CheckpointError``: as ``buckets``; ``to`` has raised on a rank.
+        Collective. ``CheckpointError``: as for ``buckets``, or ``to`` has raised an error on a
+        rank.
         """
         ranks = ranks_of(self._group, beside=True)
         keeps = self._keeps(ranks)
@@ -115,18 +123,20 @@ class WeightStream:
         deadline: float | None = None,
         step: int | None = None,
     ) -> None:
-        """Give a set to ``readers`` other processes of rank 0's host, each with a ``StreamReader``.
-        Collective; returns when all of them have the whole set, on the CPU. ``rank0_only`` and
-        ``device`` mean nothing here.
+        """Send a set to ``readers`` other processes of rank 0's host, each of which reads with a
+        ``StreamReader``. Collective. Returns when all readers have the whole set, on the CPU.
+        ``rank0_only`` and ``device`` are ignored.
 
         Args:
-            path: of a Unix socket, which is made at the first call and removed by ``close`` or the
-                interpreter's end. Only the same user may read.
+            path: the path of a Unix socket. The first call makes the socket; ``close`` or the
+                interpreter's end removes it. Only processes of the same user may read.
+            readers: the number of readers.
             deadline: seconds that each wait for a reader may take; default ``FSDPC_TIMEOUT``.
-            step: a number for the readers.
+            step: a number that the readers get with the set.
 
-        ``CheckpointError``, on every rank: as ``buckets``; no reader has come, or one has ended or
-        left in the middle of the set. The next call begins with readers that connect anew.
+        ``CheckpointError``, on every rank: as for ``buckets``, or fewer than ``readers`` readers
+        have asked for a set, or a reader has ended or left in the middle of the set. After an
+        error, readers must connect again for the next call.
         """
         ranks = ranks_of(self._group, beside=True)
         seconds = read_timeout() if deadline is None else deadline
@@ -139,7 +149,7 @@ class WeightStream:
                 raise
 
     def close(self) -> None:
-        """End the loops of readers. Local."""
+        """Close the stream: the loops of all readers end. Local."""
         if self._outlet is not None:
             self._outlet.close()
             self._outlet = None
@@ -172,7 +182,7 @@ class WeightStream:
         now = None if kept is None else stamp_of(self._model, everyone)
         if kept is None or now is None or kept[0] != now.values:
             return Whole(self._model, everyone, self._rooms, **self._options)
-        now.values = kept[0]  # equal values, whose forms hold no tensors
+        now.values = kept[0]  # kept[0] is equal to now.values, and has no tensors
         kept[1].hold(now)
         return kept[1]
 
@@ -184,7 +194,9 @@ class WeightStream:
     def _read(
         self, ranks: Ranks, whole: Whole, room: Callable[[list[Part]], Tensor | None]
     ) -> Iterator[Bucket]:
-        """Each bucket in the memory that ``room`` gives; empty if it gives None. Collective."""
+        """Yield each bucket in the memory that ``room`` returns, or an empty list if ``room``
+        returns None. Collective.
+        """
         before = whole.versions()
         for bucket in whole.buckets:
             try:
@@ -259,27 +271,29 @@ def stream(
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> WeightStream:
-    """A tap for the model's full weights, under the names of the unsharded ``state_dict()``: for
-    inference engines and evaluations beside the training, after any step.
+    """Return a stream of the model's full weights, under the names of the unsharded
+    ``state_dict()``. Inference engines and evaluations can read the weights after any step.
 
         tap = checkpoint.stream(model, dtype=torch.bfloat16)
         for name, tensor in tap:  # on every rank
             engine.load_weights([(name, tensor)])
 
-    The units that shard the model gather their own parameters, bucket by bucket: a rank needs two
-    buckets more (three with ``dtype``), and no second model. A tied weight comes under each of its
-    names, buffers last, each rank's own.
+    The units that shard the model gather their parameters bucket by bucket. A rank needs memory for
+    two more buckets (three with ``dtype``), but not for a second model. A tied weight comes under
+    each of its names. Buffers come last; each rank gets its own values of them.
 
     Args:
-        model: of ``FullyShardedDataParallel`` or ``fully_shard`` of fsdpc, of DTensors, or plain.
-        dtype: of floats in the sets; by default as they are stored.
-        bucket_bytes: a bucket has at most so many bytes, before and after the cast, or one tensor.
-        rank0_only: only rank 0 gets values; the others take part.
-        only: these tensors alone; see ``save``.
-        device: of the values; by default the model's.
-        group: the ranks that have the model; default all.
+        model: a model of fsdpc's ``FullyShardedDataParallel`` or ``fully_shard``, a model of
+            DTensors, or a plain model.
+        dtype: the dtype of floats in the sets; by default the dtype in which they are stored.
+        bucket_bytes: the largest size of a bucket, before and after the cast. A larger tensor is a
+            bucket by itself.
+        rank0_only: give the values only to rank 0; the other ranks must still take part.
+        only: limit the sets to these tensors; see ``save``.
+        device: the device of the values; by default that of the model.
+        group: the ranks that have the model; by default all ranks.
 
-    Local. What is wrong with the model or the arguments is raised when a set begins.
+    Local. Errors in the model or the arguments are raised when a set begins.
     """
     options = {"dtype": dtype, "bucket_bytes": bucket_bytes, "only": lasting(only)}
     place = None if device is None else torch.device(device)
@@ -287,7 +301,9 @@ def stream(
 
 
 def _wait(ranks: Ranks, ready: Callable[[float], bool] | None, deadline: float, late: str) -> None:
-    """Wait until ``ready`` is True on rank 0; meanwhile the ranks meet repeatedly. Collective."""
+    """Wait until ``ready`` returns True on rank 0. Meanwhile the ranks synchronize about every
+    ``_POLL_S`` seconds. Collective.
+    """
     until = time.monotonic() + deadline
     while True:
         with ranks.step(_WHAT) as waited:
@@ -301,7 +317,7 @@ def _wait(ranks: Ranks, ready: Callable[[float], bool] | None, deadline: float, 
 
 
 def _forms(bucket: list[Part]) -> list[list[Any]]:
-    """What a reader must know of a bucket."""
+    """Return the names, dtype, shape and offset of each tensor of a bucket, for a reader."""
     forms, at = [], 0
     for part in bucket:
         forms.append([part.names, name_of(part.dtype, part.names[0]), list(part.shape), at])

@@ -1,5 +1,5 @@
-"""Folders of torch's distributed checkpoints (DCP), written by torch's own library: for programs
-that read nothing else. They appear as a whole, as fsdpc's own do.
+"""Writing folders of torch's distributed checkpoints (DCP) with torch's own library, for programs
+that read no other format. A folder appears only when it is complete, as fsdpc's own checkpoints do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from fsdpc.checkpoint.ranks import Ranks, check_equal
 
 
 def check_options(format: str, given: list[str]) -> None:
-    """``ValueError``: there is no such format, or it lacks options that ``save`` was given."""
+    """Raise ``ValueError`` if the format is unknown, or if it does not support an option that was
+    passed to ``save``.
+    """
     if format != "dcp":
         raise ValueError(f"format must be 'safetensors' or 'dcp', not {format!r}")
     if given:
@@ -46,9 +48,10 @@ def save_dcp(
     *,
     overwrite: bool,
 ) -> None:
-    """Write ``{"model", "optimizer", "scheduler"}``. Collective over ``ranks``.
+    """Write a checkpoint with the keys "model", "optimizer" and "scheduler". Collective over
+    ``ranks``.
 
-    ``CheckpointError``: a rank failed; the target is what it was before.
+    ``CheckpointError``: a rank failed; the target has not changed.
     """
     what = f"saving checkpoint {target} in torch's format"
     state = _state_of(ranks, model, optimizer, scheduler, target, what)
@@ -74,7 +77,7 @@ def _state_of(
 ) -> dict[str, Any]:
     with ranks.step(what) as read:
         optimizer = check_objects(optimizer, scheduler, "state_dict")
-        found = read_model(model, (ranks.rank, ranks.world))  # refuses what has no values to save
+        found = read_model(model, (ranks.rank, ranks.world))  # raises if a tensor has no values
         read.value = {
             "sets": fingerprint([lay_out(found.entries, name="model", aliases=found.aliases)]),
             "target": str(target),
@@ -99,8 +102,8 @@ def _state_of(
 
 
 def _check_states(weights: dict[str, Any], states: dict[str, Any]) -> None:
-    """``TypeError``: a state of a sharded parameter is a plain tensor, of which torch's library
-    would write one rank's part as if it were the whole.
+    """Raise ``TypeError`` if a state of a sharded parameter is a plain tensor. Torch's library
+    would write one rank's shard as if it were the full tensor.
     """
     for name, values in states.items():
         if not _is_sharded(weights.get(name)):
@@ -128,7 +131,7 @@ def _write(state: dict[str, Any], folder: str, ranks: Ranks) -> None:
             process_group=ranks.torch_group(),
             no_dist=ranks.world == 1,
         )
-    except CheckpointException as error:  # the same on every rank
+    except CheckpointException as error:  # every rank gets the same exception
         own = error.failures.get(ranks.rank)
         if own is not None and not isinstance(own[0], Exception):
             raise own[0] from None  # Ctrl-C

@@ -1,8 +1,8 @@
-"""What others saved through torch, to load and to convert: DCP folders and torch.save files.
+"""Reading of checkpoints that other programs saved with torch: DCP folders and torch.save files.
 
-Which values are the model's, the optimizer's and the scheduler's follows from the keys of the saved
-dict (``MODEL``, ``OPTIMIZER``, ``SCHEDULER``); docs/checkpoints.md lists them. There are no
-checksums.
+The keys of the saved dict (``MODEL``, ``OPTIMIZER``, ``SCHEDULER``) state which values belong to
+the model, the optimizer and the scheduler; docs/checkpoints.md lists these keys. Such checkpoints
+have no checksums.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_
 _EXTRA = "_extra_state"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _MEGATRON, _MEGATRON_STATE = "common.pt", re.compile(r"(chained_\d+\.)?optimizer\.")
-_STARTS = (b"PK\x03\x04", b"\x80\x02\x8a")  # of torch.save's files, new and old
+_STARTS = (b"PK\x03\x04", b"\x80\x02\x8a")  # first bytes of new and old torch.save files
 
 
 class TorchFiles:
-    """A checkpoint that torch has written, in the form of ``Opened``. Local.
+    """A checkpoint that torch has written, with the interface of ``Opened``. Local.
 
-    ``numbered``: the optimizer's parameters have numbers, not names. ``left``: names of values that
-    are left out. ``aliases``: a tied tensor's other names -> its first one. ``prefix``: names of
-    the model that begin with it are taken, without it, and no others.
+    ``numbered``: whether the optimizer's parameters have numbers instead of names. ``left``: the
+    names of values that are not read. ``aliases``: a dict from the other names of tied tensors to
+    their first names. ``prefix``: only tensors whose names begin with this prefix are read, and the
+    prefix is removed from their names.
 
-    ``CheckpointError``: the layout is unknown, or a tensor is one rank's part.
+    ``CheckpointError``: the layout is unknown, or a tensor is only one rank's shard.
     """
 
     manifest = None
@@ -98,18 +99,21 @@ class TorchFiles:
             root.check_unwritten()
 
     def scheduler_state(self) -> Any:
-        """The scheduler's state; ``None`` if there is none."""
+        """Return the scheduler's state, or ``None`` if the checkpoint has none."""
         return _values(_milestones(self._scheduler))
 
     def extra_states(self) -> dict[str, Any]:
-        """What modules' ``get_extra_state()`` returned at the save, by name."""
+        """Return, by name, what the modules' ``get_extra_state()`` returned when the checkpoint was
+        saved.
+        """
         return {name: _values(value) for name, value in self.extra_state.items()}
 
     def optimizer_forms(
         self, shape_of: Callable[[str], tuple[int, ...] | None]
     ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-        """``kinds`` and ``groups`` as in ``optimizer.State``, by the names or numbers that are
-        stored. ``shape_of``: from such a name or number to the parameter's shape.
+        """Return ``kinds`` and ``groups`` as in ``optimizer.State``. The keys are the names or
+        numbers that the parameters have in the checkpoint. ``shape_of`` returns the shape of the
+        parameter with such a name or number.
         """
         found = {
             name: (shape_of(name), {k: tuple(v.shape) for k, v in state.items() if _is_tensor(v)})
@@ -131,7 +135,9 @@ class TorchFiles:
     # --- the optimizer ---
 
     def leave_other_states(self) -> None:
-        """Leave out states of what is no tensor of the model; not for an optimizer with numbers."""
+        """Leave out the states of parameters that the model does not have. Must not be called if
+        the optimizer's parameters have numbers.
+        """
         self._name_states(lambda name: name if name in self.model.where else None)
 
     def _read_optimizer(self, form: Any, prefix: str) -> None:
@@ -158,7 +164,9 @@ class TorchFiles:
         self._name_states(lambda name: name[len(start) :] if name.startswith(start) else None)
 
     def _name_states(self, name_of: Callable[[str], str | None]) -> None:
-        """Rename the states, in the groups too; a state whose new name is ``None`` is left out."""
+        """Rename the parameters of the states and of the groups. A parameter whose new name is
+        ``None`` is left out.
+        """
         olds = [*self._states, *(name for group in self._groups for name in group["params"])]
         names = {old: name_of(old) for old in olds}
         self.left += [f"optimizer.state.{old}" for old, new in names.items() if new is None]
@@ -210,7 +218,9 @@ class TorchFiles:
 
 
 def stored_file(path: Path, name: str, places: list[Place], leaves: Sequence[Stored]) -> StoredFile:
-    """Tensors that are read one by one, as a file in which they lie one behind the other."""
+    """Return a ``StoredFile`` for tensors that are read one by one, as if they lay one behind the
+    other in a file.
+    """
     nbytes = sum(place.nbytes for place in places)
     return StoredFile(
         path, name, nbytes, places, {}, read=lambda rows: _read(leaves, rows), leaves=leaves
@@ -220,9 +230,9 @@ def stored_file(path: Path, name: str, places: list[Place], leaves: Sequence[Sto
 def open_any(
     path: AnyPath, *, trust: bool = False, prefix: str = "", links: bool = False
 ) -> Opened | TorchFiles:
-    """Open any checkpoint that ``load`` takes; in object storage only safetensors. Local.
-    ``trust``: see ``Folder``. ``prefix``: see ``TorchFiles``; not for safetensors. ``links``: see
-    ``Root``. ``CheckpointError``: there is no checkpoint, or a damaged one.
+    """Open any checkpoint that ``load`` takes; object storage may only contain safetensors. Local.
+    ``trust``: see ``Folder``. ``prefix``: see ``TorchFiles``; ignored for safetensors. ``links``:
+    see ``Root``. ``CheckpointError``: the checkpoint is missing or damaged.
     """
     place = place_of(path)
     if not place.appears_whole:
@@ -265,7 +275,9 @@ def _open_any(path: Path, trust: bool, prefix: str, links: bool) -> Opened | Tor
 
 
 def _without_states(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Megatron's tree without the optimizer's states, which would be taken for model tensors."""
+    """Return Megatron's tree without the optimizer's states, which would otherwise be read as
+    tensors of the model.
+    """
     states = [key for key in tree if isinstance(key, str) and _MEGATRON_STATE.match(key)]
     why = f"their step and groups are in {_MEGATRON}, which pickles Megatron's objects"
     left = {f"the optimizer's {len(states)} tensors: {why}": None} if states else {}
@@ -273,7 +285,9 @@ def _without_states(tree: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _dcp_folders(path: Path) -> list[Path]:
-    """The path if it is a DCP folder, else the DCP folders in it: parts that were saved singly."""
+    """Return ``path`` if it is a DCP folder, else the DCP folders in it, such as those of a model
+    and an optimizer that were saved separately.
+    """
     if (path / DCP_INDEX).is_file():
         if (path / MANIFEST).exists():
             raise CheckpointError(
@@ -287,7 +301,7 @@ def _dcp_folders(path: Path) -> list[Path]:
 
 
 def _read_bins(root: Root) -> dict[Any, Any]:
-    """The state dict of a transformers folder with ``torch.save`` files, one or several."""
+    """Return the state dict of a transformers folder with one or several ``torch.save`` files."""
     if not root.exists(_BIN_INDEX):
         return _read_file(root.path / _BIN, root.open(_BIN))
     index, held = root.path / _BIN_INDEX, root.open(_BIN_INDEX)
@@ -318,7 +332,9 @@ def _read_file(path: Path, held: Held) -> dict[Any, Any]:
 
 
 def _mapped(root: Root, name: str) -> Any:
-    """The content of a file, which is closed again: there may be more files than descriptors."""
+    """Return the content of a file. The file is closed again, because a checkpoint may have more
+    files than the process may have descriptors.
+    """
     held = root.open(name)
     try:
         return _unpickled(root.path / name, held)
@@ -331,7 +347,7 @@ def _unpickled(path: Path, held: Held) -> Any:
     try:
         try:
             return torch.load(own, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:  # an old format, which cannot be mapped
+        except RuntimeError as error:  # a file in the old format cannot be mapped
             if "mmap" not in str(error):
                 raise
             return torch.load(own, map_location="cpu", weights_only=True)
@@ -348,7 +364,7 @@ def _unpickled(path: Path, held: Held) -> Any:
 
 
 def _parts(path: Path, tree: dict[Any, Any], prefix: str) -> dict[str, Any]:
-    if len(tree) == 1:  # a Stateful object around everything: {"app": {"model": ..., "optim": ...}}
+    if len(tree) == 1:  # one Stateful object has everything: {"app": {"model": ..., "optim": ...}}
         (inner,) = tree.values()
         tree = inner if isinstance(inner, dict) and _first(inner, MODEL) else tree
     optimizer, scheduler = _first(tree, OPTIMIZER), _first(tree, SCHEDULER)
@@ -356,7 +372,7 @@ def _parts(path: Path, tree: dict[Any, Any], prefix: str) -> dict[str, Any]:
     known = {key for key in (model, optimizer, scheduler) if key}
     if model:
         held = tree[model]
-    else:  # the model's state dict itself, perhaps with other values beside it
+    else:  # the tree is the model's state dict, perhaps with other values
         held = {key: value for key, value in tree.items() if _is_tensor(value) or _is_extra(key)}
         known |= held.keys()
     if not isinstance(held, dict):
@@ -408,7 +424,9 @@ def _leaves(tree: dict[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _tied(values: dict[str, Any]) -> dict[str, str]:
-    """Names of tensors in the memory of an earlier one -> the first name of that memory."""
+    """Return a dict from the name of each tensor that shares the memory of an earlier tensor to the
+    name of that earlier tensor.
+    """
     first: dict[Any, str] = {}
     found = {}
     for name, value in values.items():
@@ -421,7 +439,7 @@ def _tied(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _values(tree: Any) -> Any:
-    """The tree with its values read."""
+    """Return a copy of the tree in which every stored value has been read from its file."""
     if isinstance(tree, TextKeys):
         raise CheckpointError(
             f"a dict in a folder of torch's DCP has the keys {_shown(tree)}, which may have been "
@@ -439,11 +457,13 @@ def _values(tree: Any) -> Any:
         if value.numel():
             tree.read(0, value.view(-1))
         return value
-    return copy.deepcopy(tree)  # tensors of a mapped file change with the file
+    return copy.deepcopy(tree)  # a tensor over a mapped file would change with the file
 
 
 def _milestones(tree: Any) -> Any:
-    """The tree, in which ``milestones`` (of torch's MultiStepLR), and only they, have int keys."""
+    """Return a copy of the tree in which the keys of ``milestones`` (of torch's MultiStepLR), and
+    no other keys, are converted to ints.
+    """
     if isinstance(tree, list):
         return [_milestones(value) for value in tree]
     if not isinstance(tree, dict):
@@ -456,8 +476,8 @@ def _milestones(tree: Any) -> Any:
 
 
 def _optimizer_parts(form: Any) -> tuple[dict[Any, Any] | None, list[dict[str, Any]]]:
-    """States and groups of a state dict, also of one with flat names (``state.<name>.exp_avg``,
-    ``param_groups.<name>.lr``), in which each parameter is a group.
+    """Return the states and groups of an optimizer's state dict. The state dict may also have flat
+    names (``state.<name>.exp_avg``, ``param_groups.<name>.lr``); each parameter is then a group.
     """
     if not isinstance(form, dict):
         return None, []
@@ -480,7 +500,7 @@ def _optimizer_parts(form: Any) -> tuple[dict[Any, Any] | None, list[dict[str, A
 
 
 def _scalars(states: dict[Any, Any]) -> dict[Any, Any]:
-    """The states, in which values that are no tensors have been read from the file."""
+    """Return a copy of the states in which all values except tensors were read from the file."""
     return {
         param: {key: v if _is_tensor(v) else _values(v) for key, v in state.items()}
         for param, state in states.items()
@@ -496,7 +516,7 @@ def _shown(names: Any) -> str:
 
 
 def _read(leaves: Sequence[Stored], rows: np.ndarray) -> None:
-    """Ranges of tensors into host memory; see ``write.rows_of``."""
+    """Read ranges of tensors into host memory; see ``write.rows_of`` for ``rows``."""
     for row in rows.tolist():
         leaf = leaves[row[INDEX]]
         item = leaf.dtype.itemsize

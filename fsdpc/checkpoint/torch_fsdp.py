@@ -1,4 +1,6 @@
-"""Units of torch's FullyShardedDataParallel (FSDP1): where the elements of each parameter lie."""
+"""Finding where the elements of each parameter lie in units of torch's FullyShardedDataParallel
+(FSDP1).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from fsdpc.checkpoint.entries import Entry, OptimParam
 
 
 def handles(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
-    """``(clean name of the wrapped module, wrapper, handle)`` of every unit of torch's class."""
+    """Return ``(clean name of the wrapped module, wrapper, handle)`` of every unit of torch's
+    class.
+    """
     found = []
     for name, module in model.named_modules():
         handle = module.__dict__.get("_handle")
@@ -25,7 +29,9 @@ def handles(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
 
 
 def add_units(found: Any, model: nn.Module) -> None:
-    """Add the units' parameters. Local. ``RuntimeError``: a unit is gathered."""
+    """Add the parameters of torch's units to ``found``. Local. ``RuntimeError``: a unit's
+    parameters are gathered.
+    """
     for name, module, handle in handles(model):
         flat_param = handle.flat_param
         local = flat_param.data
@@ -42,7 +48,7 @@ def add_units(found: Any, model: nn.Module) -> None:
             found.add_param(OptimParam(flat_param, entries))
             continue
         for (entry, spans), param in zip(entries, flat_param._params, strict=True):
-            # The user's parameter begins with its first element on this rank.
+            # The user's parameter is a view of this rank's elements, so its spans begin at 0.
             found.add_param(OptimParam(param, [(entry, moved_to(spans, 0))]))
 
 
@@ -51,7 +57,7 @@ def _entries(
 ) -> list[tuple[Entry, np.ndarray]]:
     flat_param = handle.flat_param
     result = []
-    numels = np.array(flat_param._numels_with_padding)  # of an unsharded flat parameter's parts
+    numels = np.array(flat_param._numels_with_padding)  # sizes of parameters and padding
     begins = (np.cumsum(numels) - numels)[~np.array(flat_param._is_padding_mask, dtype=bool)]
     for fqn, shape, info, begin in zip(
         flat_param._fqns,
@@ -76,7 +82,10 @@ def _entries(
 
 
 def _replica(module: nn.Module, handle: Any) -> tuple[int, int]:
-    """Which of how many ranks with these elements this one is; HYBRID_SHARD has a group of them."""
+    """Return this rank's number among the ranks that have the same elements, and the number of
+    these ranks. With HYBRID_SHARD, these ranks are the group ``_inter_node_pg``. Without sharding,
+    they are the unit's process group.
+    """
     group = getattr(module, "_inter_node_pg", None)
     if not handle.uses_sharded_strategy:
         group = handle.process_group
@@ -84,7 +93,7 @@ def _replica(module: nn.Module, handle: Any) -> tuple[int, int]:
 
 
 def _shared(name: str, flat_param: Any) -> dict[str, list[str]]:
-    """Other names of tied parameters, by the first one."""
+    """Return a dict from the first name of each tied parameter to its other names."""
     found: dict[str, list[str]] = {}
     for info in flat_param._shared_param_infos:
         first = clean_fqn(join(name, join(info.prim_module_name, info.prim_param_name)))

@@ -1,5 +1,5 @@
-"""A scheduler's state and modules' extra states, given and taken back before a load changes a
-tensor: what raises there has then changed nothing.
+"""A trial load of a scheduler's state and of modules' extra states, which is undone before the real
+load changes a tensor. If the scheduler or a module raises an error, nothing has changed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def try_states(
     scheduler: Any,
     scheduled: Any,
 ) -> None:
-    """Give the states, then take them back. Local. ``extra``: states of modules by name;
-    ``before``: those that they have now. Raises what the modules or the scheduler raise.
+    """Load the states, then restore the old ones. Local. ``extra``: the new states of modules by
+    name; ``before``: their present states. Raises what the modules or the scheduler raise.
     """
     undo = list(_undo(scheduler)) if scheduler is not None else []
     given: list[str] = []
@@ -39,7 +39,9 @@ def try_states(
 
 
 def _undo(scheduler: Any) -> Iterator[Callable[[], object]]:
-    """Calls that restore a scheduler, the schedulers in it and their optimizers' groups."""
+    """Yield functions that restore a scheduler, the schedulers in it and the parameter groups of
+    their optimizers.
+    """
     seen: set[int] = set()
     waiting = [scheduler]
     while waiting:

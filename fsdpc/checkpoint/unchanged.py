@@ -1,5 +1,5 @@
-"""Files of frozen parameters that a save before has written with the same bytes: they are linked,
-neither copied in memory nor written again.
+"""Hard links to files of an earlier save, for files of frozen parameters whose bytes have not
+changed. Such files are neither copied in memory nor written again.
 """
 
 from __future__ import annotations
@@ -25,30 +25,33 @@ from fsdpc.checkpoint.write import joined
 if TYPE_CHECKING:
     from fsdpc.checkpoint.saving import Plan
 
-Part = tuple[np.ndarray, np.ndarray]  # fragments and their digests
+Part = tuple[np.ndarray, np.ndarray]  # fragments (see ``layout.fragments``), and the digest of each
 _MOST_KNOWN = 256
 
 
 @dataclass
 class _Written:
-    """A file as this process last wrote or linked it. ``digests``: of this rank's part of it."""
+    """A file as this process last wrote or linked it. ``digests`` has the digests of the ranges
+    that this rank wrote.
+    """
 
     path: Path
     form: int
     digests: list[tuple[int, int]]
     part: Part
-    save: str  # another word for each save
-    stamp: tuple[int, int, int] | None  # on rank 0
+    save: str  # a text that identifies the save
+    stamp: tuple[int, int, int] | None  # changes if the file changes; None on ranks other than 0
 
 
-# Keys: the folder that holds checkpoints, and the file's path in a checkpoint.
+# The keys are the folder that contains the checkpoints and the file's path in a checkpoint.
 _written: OrderedDict[tuple[Path, str], _Written] = OrderedDict()
-_links: dict[Path, bool] = {}  # on rank 0: whether such folders' file systems have links
+_links: dict[Path, bool] = {}  # on rank 0: whether files can be linked in a folder
 
 
 class Unchanged:
-    """The files of a save that are linked. ``parts``: by their paths, what this rank would write of
-    each. Local.
+    """The files of a save that are not written again, but linked to files of an earlier save.
+    ``parts`` has, by the path of each file, the fragments that this rank would write, and their
+    digests. Local.
     """
 
     def __init__(self, target: Path, ranks: Ranks) -> None:
@@ -60,9 +63,12 @@ class Unchanged:
         self.parts: dict[str, Part] = {}
 
     def look(self, plan: Plan, what: str, begin: Callable[[], object] = lambda: None) -> None:
-        """Take the files that have not changed out of the plan. ``begin`` is called before their
-        memory is read. Collective if the plan has frozen files, until all ranks have looked at
-        their parts: a part on a GPU is left to a later call, after it was copied to the host.
+        """Take the files that have not changed out of the plan. ``begin`` is called before the
+        memory of frozen parameters is read.
+
+        A call does not read parameters in a GPU's memory. Another call reads these parameters after
+        they were copied to the host. When every rank has read all its frozen parameters, further
+        calls do nothing. Until then, a call is collective if the plan has frozen files.
         """
         named = [(each.layout.path(file), file, table) for each in plan.sets
                  for file, table in zip(each.layout.files, each.tables, strict=True)
@@ -114,8 +120,9 @@ class Unchanged:
         return True
 
     def link(self, draft: Draft, path: str) -> bool:
-        """Put the file into the draft if it has not changed: linked, or copied where it cannot be
-        linked any more. False: it is to be written. On the draft's rank. ``OSError``: no copy.
+        """Link the file into the draft if the file has not changed, or copy it if it cannot be
+        linked any more. Return False if the file must be written. Call this only on the rank that
+        has the draft. ``OSError``: the file cannot be copied.
         """
         if path not in self.parts:
             return False
@@ -133,13 +140,13 @@ class Unchanged:
         return True
 
     def add(self, path: str, part: Part) -> None:
-        """Note a part of a file that this rank has written. Local."""
+        """Record the fragments of a file that this rank has written, and their digests. Local."""
         if path in self._now:
             self._own.setdefault(path, []).append(part)
 
     def keep(self, save: str) -> None:
-        """Note the files of the checkpoint, which is complete now. ``save``: the same word on all
-        ranks, another one for each save. Local.
+        """Record the files of the checkpoint after it is complete. ``save`` is a word that is equal
+        on all ranks and different for each save. Local.
         """
         for path, (form, digests) in self._now.items():
             file, key = self._target / path, self._key(path)
@@ -160,8 +167,9 @@ def _open(path: Path) -> Held | None:
 
 
 def _digests(table: Table) -> list[tuple[int, int]]:
-    """A digest of where the ranges lie, then one of each range's bytes in memory. A checksum alone
-    would miss one change in 2^32, and frozen averages may change at every step.
+    """Return a digest of the positions of the ranges, then a digest of each range's bytes in
+    memory. A digest is wider than a 32-bit checksum, which would miss one change in 2^32. Some
+    weights that count as frozen, such as averages, may change at every step.
     """
     rows, sizes = table.rows, np.array(SIZES)
     lengths = rows[:, NBYTES] // sizes[rows[:, FILE_TYPE]] * sizes[rows[:, MEMORY_TYPE]]

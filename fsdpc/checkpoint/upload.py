@@ -1,5 +1,6 @@
-"""Where a save is written: at its place, or, for object storage, into a local staging folder that
-all ranks then upload, each rank whole files; the manifest comes last.
+"""Targets of a save. A save to a folder is written there directly. A save to object storage is
+written into a local staging folder, which all ranks then upload: each rank uploads whole files, and
+rank 0 uploads the manifest last.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from fsdpc.checkpoint.saving import STATE_JSON
 from fsdpc.checkpoint.steps import next_number
 from fsdpc.checkpoint.storage import AnyPath, LocalPath, Url
 
-_UPLOADED_BYTES = 1_000_000_000  # smaller files than on a disk: each is one rank's to upload
+_UPLOADED_BYTES = 1_000_000_000  # per file; below FILE_BYTES, because one rank uploads a whole file
 _NAME = "fsdpc-upload"
 
 
 @dataclass
 class Direct:
-    """A save that is written at its place. ``local``: the folder to write; ``published``,
-    ``links``: see ``Plan``; ``file_bytes``: of a file, unless the save says another number. This
-    object is called when the folder is complete.
+    """A save that is written directly to its target. ``local``: the folder to write; ``published``,
+    ``links``: see ``Plan``; ``file_bytes``: the size of a file, unless the save sets another size.
+    The save calls this object when the folder is complete.
     """
 
     local: LocalPath
@@ -51,7 +52,7 @@ def way_to(
     overwrite: bool,
     is_step: bool = False,
 ) -> Direct | Upload:
-    """How a save gets to ``place``. Collective; see ``Upload``."""
+    """Return the object that brings a save to ``place``. Collective; see ``Upload``."""
     if isinstance(place, LocalPath):
         return Direct(place)
     if place.is_own_memory and ranks.world > 1:
@@ -63,11 +64,12 @@ def way_to(
 
 
 class Upload:
-    """As ``Direct``, for object storage: a call uploads the local folder, then removes it.
+    """A save to object storage, with the interface of ``Direct``. A call of this object uploads the
+    local folder and then removes it.
 
-    Collective. ``CheckpointError``: there is a checkpoint at ``url``, the driver is missing, or the
-    staging folder is not one that all ranks see. ``is_step``: the checkpoint is a step of a
-    ``Checkpointer``: an old one at ``url`` is removed before the new one comes.
+    Collective. ``CheckpointError``: there is a checkpoint at ``url``, the driver is missing, or not
+    all ranks can access the staging folder. ``is_step``: the checkpoint is a step of a
+    ``Checkpointer``; an old checkpoint at ``url`` is removed before the new one is uploaded.
     """
 
     file_bytes, links = _UPLOADED_BYTES, False
@@ -82,7 +84,7 @@ class Upload:
         is_step: bool,
     ) -> None:
         self._ranks, self._url = ranks, url
-        self.discard: Callable[[], object] = lambda: None  # called also when this object ends
+        self.discard: Callable[[], object] = lambda: None  # on rank 0, _make sets a finalizer
         self._what = f"saving checkpoint {url}"
         self.published: int | None = None
         parent = Path(os.path.abspath(tempfile.gettempdir() if staging is None else staging))
@@ -113,7 +115,7 @@ class Upload:
     def _make(self, parent: Path) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         target = parent / _NAME
-        _folders.clean(target)  # leftovers of processes that were killed
+        _folders.clean(target)  # remove folders of processes that were killed
         folder = parent / f"{_folders.NEW}{_NAME}-{uuid.uuid4().hex[:8]}"
         folder.mkdir(mode=0o700)
         self.discard = weakref.finalize(self, _discard, folder, _folders.lock(folder))
@@ -132,9 +134,9 @@ class Upload:
                 self._clear()
                 found = self._files()
                 marks = [name for name in found if name.endswith(STATE_JSON)]
-                self._put(marks)  # with it a reader can tell that the folder is incomplete
+                self._put(marks)  # from these files a reader can tell that the folder is incomplete
                 last = [name for name in found if name.endswith(_manifest.NAME)]
-                last.sort(key=lambda name: -name.count("/"))  # parts before the whole
+                last.sort(key=lambda name: -name.count("/"))  # manifests of parts come first
                 listed.value = [name for name in found if name not in (*marks, *last)]
         with ranks.step(self._what):
             self._put(share(listed.values[0], self.local, ranks.rank, ranks.world))
@@ -143,7 +145,7 @@ class Upload:
                 self._put(last)
 
     def _clear(self) -> None:
-        """Remove what a failed upload has left, or the checkpoint that is replaced."""
+        """Remove the files of a failed upload, or the checkpoint that is replaced."""
         if self._url.is_dir():
             self._url.remove()
 
@@ -156,7 +158,7 @@ class Upload:
             target = self._url / name
             try:
                 target.fs.put_file(str(self.local / name), target.path)
-            except Exception as error:  # each driver has classes of its own
+            except Exception as error:  # each driver has its own exception classes
                 text = f"{type(error).__name__}: {error}"
                 raise CheckpointError(f"uploading {target}: {text}") from error
 
@@ -169,7 +171,9 @@ def _discard(folder: Path, lock: int | None) -> None:
 
 
 def share(names: list[str], folder: Path, rank: int, world: int) -> list[str]:
-    """A rank's files: from the largest on, each goes to the rank with the fewest bytes. Local."""
+    """Return the files that ``rank`` uploads. In the order of falling size, each file goes to the
+    rank that has the fewest bytes so far. Local.
+    """
     sizes = {name: (folder / name).stat().st_size for name in names}
     loads = [0] * world
     own = []

@@ -1,7 +1,7 @@
 """Plain values in JSON: numbers, texts, containers, and small tensors and arrays as base64.
 
-The form is that of the messages between ranks (``fsdpc._comm.plain``), so nothing runs when it is
-read.
+The format is that of the messages between ranks (``fsdpc._comm.plain``), so reading a value runs no
+code from the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from fsdpc.checkpoint.errors import CheckpointError
 
 
 def to_json(value: Any, what: str) -> dict[str, Any]:
-    """A value's form in JSON. ``TypeError`` names the place of what is no plain value."""
+    """Return the JSON form of a value. ``TypeError``: the value contains an object that is no plain
+    value; the error names its position.
+    """
     try:
         form, raw = parts_of(value)
     except TypeError as error:
@@ -24,7 +26,9 @@ def to_json(value: Any, what: str) -> dict[str, Any]:
 
 
 def from_json(form: Any, what: str) -> Any:
-    """The value of such a form. ``CheckpointError``: ``to_json`` does not make forms like this."""
+    """Return the value of a form that ``to_json`` made. ``CheckpointError``: ``to_json`` does not
+    make such a form.
+    """
     try:
         text = json.dumps(form["value"], separators=(",", ":")).encode()
         raw = base64.b64decode(form["bytes"], validate=True)
@@ -34,5 +38,5 @@ def from_json(form: Any, what: str) -> Any:
 
 
 def dump(body: dict[str, Any]) -> bytes:
-    """The text of a JSON file."""
+    """Return the contents of a JSON file with ``body``."""
     return (json.dumps(body) + "\n").encode()

@@ -1,4 +1,4 @@
-"""Whole checkpoints without a model: checking every byte, comparing, describing. One process."""
+"""Checking, comparing and describing whole checkpoints without a model, in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Advance = Callable[[int], object]
 
 
 def digest_of(file: StoredFile, place: Place) -> Digest:
-    """The digest of a tensor's bytes as they are on disk."""
+    """Return the digest of a tensor's bytes as they are on disk."""
     entry = Entry(
         place.name, place.shape, place.dtype, torch.empty(0, dtype=place.dtype, device="cpu")
     )
@@ -48,8 +48,8 @@ def _digest_of_values(file: StoredFile, place: Place, entry: Entry) -> Digest:
 
 @dataclass
 class Report:
-    """``damaged``: what is wrong, by tensor or file. ``has_checksums``: False if only sizes and
-    headers could be checked.
+    """The result of ``verify``. ``damaged`` has a text for each damaged tensor or file.
+    ``has_checksums`` is False if only sizes and headers could be checked.
     """
 
     tensors: int
@@ -59,8 +59,8 @@ class Report:
 
 
 def verify(path: AnyPath, advance: Advance | None = None) -> Report:
-    """Compare every byte of a checkpoint with its manifest. ``CheckpointError``: headers, sizes or
-    the manifest are damaged, so the tensors are unknown.
+    """Compare every byte of a checkpoint with the checksums of its manifest. ``CheckpointError``:
+    headers, sizes or the manifest are damaged, so the tensors are unknown.
     """
     found = open_any(path)
     report = Report(0, 0, found.manifest is not None, [])
@@ -100,9 +100,9 @@ def _places(found: Opened | TorchFiles) -> Iterator[tuple[StoredFile, Place]]:
 
 
 def compare(one: AnyPath, other: AnyPath, *, quick: bool = False) -> list[str]:
-    """Lines that state how the tensors of two checkpoints differ: names, shapes, dtypes, values by
-    their digests, and which of them are damaged. Empty: they are equal. ``quick``: the digests of
-    the manifests are believed where there are some.
+    """Return lines that state how the tensors of two checkpoints differ in names, shapes, dtypes
+    and values (by their digests), and which tensors are damaged. The list is empty if the
+    checkpoints are equal. With ``quick``, digests that a manifest contains are not computed again.
     """
     first, second = open_any(one), open_any(other)
     lines = []
@@ -137,7 +137,7 @@ def _form(place: Place) -> str:
 
 
 def describe(path: AnyPath) -> Iterator[str]:
-    """Lines about a checkpoint: its files and every tensor."""
+    """Yield lines about a checkpoint, its files and every tensor."""
     found = open_any(path)
     yield f"{path}: {found.kind}"
     for part in parts_in(found):

@@ -1,5 +1,6 @@
-"""Full values of a model's tensors, bucket by bucket, into memory that the caller gives: gathered
-by the units that shard them. No rank needs more than a bucket and what is cast of it.
+"""Gathering of the full values of a model's tensors, bucket by bucket, into memory of the caller.
+The units that shard the tensors gather the values. A rank needs memory for one bucket, and for the
+values of this bucket before a cast.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from fsdpc.checkpoint.model import Model, named_buffers, read_model
 from fsdpc.checkpoint.names import Only, chooser, cut_model
 
 _NONE = torch.empty(0, device="cpu")
-ALIGNED = 4096  # where tensors in a bucket begin: pages, so that readers can map each one
+ALIGNED = 4096  # tensors in a bucket begin at pages, so that readers can map each tensor
 
 
 @dataclass
 class Part:
-    """A tensor under all its names, in ``dtype``. It is parameter ``number`` of ``unit``; if
-    ``unit`` is None, it is ``tensor``, a DTensor or a tensor of this rank.
+    """A tensor with all its names. ``dtype`` is its dtype in the bucket, ``stored`` its dtype in
+    the model. The tensor is parameter ``number`` of ``unit``; if ``unit`` is None, the tensor is
+    ``tensor``, which is a DTensor or a plain tensor of which each rank has its own values.
     """
 
     names: list[str]
@@ -50,22 +52,22 @@ class Part:
 
     @property
     def room(self) -> int:
-        """Bytes that the tensor takes in a bucket."""
+        """The number of bytes that the tensor takes in a bucket."""
         return -(-self.nbytes // ALIGNED) * ALIGNED
 
     @property
     def is_direct(self) -> bool:
-        """Whether the values have the same form in the unit and in the bucket."""
+        """Whether the values have the same dtype and layout in the unit and in the bucket."""
         return self.dtype == self.stored and self.unit.dims[self.number] <= 0
 
 
 def room_of(bucket: Sequence[Part]) -> int:
-    """Bytes of a bucket."""
+    """Return the number of bytes of a bucket."""
     return sum(part.room for part in bucket)
 
 
 def placed(bucket: Sequence[Part], room: Tensor) -> list[Tensor]:
-    """The bucket's tensors in ``room``, a 1-D tensor of bytes."""
+    """Return the bucket's tensors as views of ``room``, a 1-D tensor of bytes."""
     found, at = [], 0
     for part in bucket:
         found.append(room[at : at + part.nbytes].view(part.dtype).view(part.shape))
@@ -74,19 +76,21 @@ def placed(bucket: Sequence[Part], room: Tensor) -> list[Tensor]:
 
 
 class Rooms:
-    """Memory for buckets, which is used again when nobody holds a tensor in it."""
+    """Memory for buckets. The memory is reused when no other tensor refers to it."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """At least ``nbytes`` bytes. On a GPU, torch's allocator gives and reuses them itself."""
+        """Return a tensor of at least ``nbytes`` bytes. On a GPU the tensor is always new, because
+        torch's allocator reuses the memory.
+        """
         if device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         for room in self._kept:
             if len(room) >= nbytes and _is_free(room):
                 return room
-        self._kept = [room for room in self._kept if not _is_free(room)]  # these are too small
+        self._kept = [room for room in self._kept if not _is_free(room)]  # too small
         made = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._kept.append(made)
         return made
@@ -94,14 +98,14 @@ class Rooms:
 
 def _is_free(room: Tensor) -> bool:
     storage = room.untyped_storage()
-    return storage_use_count(storage) <= 2  # references: the tensor's and ``storage``
+    return storage_use_count(storage) <= 2  # one by ``room``, one by ``storage``
 
 
 class Whole:
-    """The tensors of a model in ``buckets``, in the order of the units; buffers last.
+    """The tensors of a model in ``buckets``, in the order of the units; buffers come last.
 
-    Local. ``TypeError``, ``ValueError``, ``RuntimeError`` as ``read_model``; a model of torch's
-    ``FullyShardedDataParallel`` is refused.
+    Local. Raises ``TypeError``, ``ValueError`` or ``RuntimeError`` as ``read_model`` does, or if
+    the model has units of torch's ``FullyShardedDataParallel``.
     """
 
     def __init__(
@@ -135,8 +139,9 @@ class Whole:
         self._rooms = rooms
 
     def let_go(self) -> list[Any] | None:
-        """Drop the tensors and units, until ``hold`` gets an equal stamp. Returns the stamp's
-        values; None: changes of the model could not be told. Local.
+        """Drop the references to tensors and units. They come back when ``hold`` is called with an
+        equal stamp. Return the stamp's values, or None if later changes of the model could not be
+        detected. Local.
         """
         stamp, self._stamp = self._stamp, None
         if stamp is None or not stamp.values[-1].let_go():
@@ -154,7 +159,9 @@ class Whole:
         return stamp.values
 
     def hold(self, stamp: Stamp) -> None:
-        """Hold a stamp's tensors and units in place of those that were let go. Local."""
+        """Refer to the tensors and units of ``stamp`` in place of those that ``let_go`` dropped.
+        Local.
+        """
         known = [None, *stamp.tensors, *stamp.units]
         held = iter([known[number] for number in self._numbers])
         self._tensors = [next(held) for _ in self._tensors]
@@ -168,7 +175,7 @@ class Whole:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device on which the model computes."""
         for part in self.parts:
             if part.unit is not None:
                 return torch.device(part.unit.device)
@@ -178,7 +185,9 @@ class Whole:
 
     @cached_property
     def digest(self) -> int:
-        """Equal on ranks whose buckets are equal."""
+        """A checksum of the names, dtypes and shapes in the buckets, by which ranks compare their
+        buckets.
+        """
         crc = 0
         for number, bucket in enumerate(self.buckets):
             for part in bucket:
@@ -187,13 +196,14 @@ class Whole:
         return crc
 
     def versions(self) -> list[int]:
-        """The tensors' versions, which change when one is written in place."""
+        """Return the tensors' version counters. An in-place write changes a tensor's counter."""
         return [tensor._version for tensor in self._tensors]
 
     @torch.no_grad()
     def read(self, bucket: Sequence[Part], room: Tensor | None) -> list[tuple[str, Tensor]]:
-        """The bucket's values in ``room``, by all names; ``room`` None: only take part in the other
-        ranks' reads. Collective over the groups of the bucket's units.
+        """Read the bucket's values into ``room`` and return the tensors under all their names. If
+        ``room`` is None, only take part in the reads of the other ranks. Collective over the groups
+        of the bucket's units.
         """
         targets = [None] * len(bucket) if room is None else placed(bucket, room)
         units: dict[int, list[tuple[Part, Tensor | None]]] = {}
@@ -228,7 +238,9 @@ class Whole:
             target.copy_(value.movedim(0, dim) if dim > 0 else value)
 
     def _scratches(self, cast: Sequence[tuple[Part, Tensor]]) -> list[Tensor]:
-        """Memory for values in the units' own form."""
+        """Return temporary memory for values before they are cast, in the dtypes and layouts that
+        the units have.
+        """
         if not cast:
             return []
         forms = [
@@ -239,7 +251,9 @@ class Whole:
 
 
 def _cut(parts: Iterable[Part], bucket_bytes: int) -> Iterator[list[Part]]:
-    """The parts in buckets of at most so many bytes, before the cast and after, or of one part."""
+    """Yield the parts in buckets. A bucket has at most ``bucket_bytes`` bytes, before and after the
+    cast, or a single part.
+    """
     bucket: list[Part] = []
     used = 0
     for part in parts:
@@ -270,7 +284,9 @@ def _parts(model: nn.Module, found: Model, dtype: torch.dtype | None) -> Iterato
 
 
 def _owners(model: nn.Module, found: Model) -> dict[str, tuple[Any, int]]:
-    """By name: the unit that shards a tensor, and its number there."""
+    """Return a dict from the name of each sharded tensor to the unit that shards it, and its number
+    in that unit.
+    """
     flat = {e.name: (e.unit, e.number) for e in found.entries if e.unit is not None}
     numbers = {}
     states = [each for state in states_below(model) for each in (state, *state._others)]
@@ -283,7 +299,7 @@ def _owners(model: nn.Module, found: Model) -> dict[str, tuple[Any, int]]:
 
 
 def _tensors(model: nn.Module, found: Model) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name, to look up what no unit holds."""
+    """Return parameters and saved buffers by name, to look up tensors that no unit shards."""
     tensors: dict[str, Tensor] = {each.names[0]: each.param for each in found.params if each.covers}
     clean = cleaner(model)
     for name, buffer, is_saved in named_buffers(model):

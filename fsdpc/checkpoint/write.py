@@ -1,4 +1,4 @@
-"""A rank's own byte ranges of the files of a set."""
+"""Writing those ranges of a set's files that one rank has to write."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ from fsdpc.checkpoint.staging import SIZES, begun, cut_row, in_host_memory
 
 _COLUMNS = 7
 _COMPUTED_BYTES = 32 << 20
-_WAVE_BYTES = 256 << 20  # written by one call, between two looks at signals and steps of a bar
+_WAVE_BYTES = 256 << 20  # most bytes that one call writes; signals are checked between calls
 _PAGE = 4096
 
 
 @dataclass
 class Job:
-    """Ranges of one file in host memory; ``keep``: what the addresses point into."""
+    """Ranges of one file to write. Their bytes are in host memory. ``keep`` has the tensors into
+    which the addresses in ``rows`` point.
+    """
 
     path: Path
     rows: np.ndarray
@@ -48,7 +50,7 @@ class Job:
 
 
 def planned_set(layout: Layout, entries: Sequence[Entry]) -> PlannedSet:
-    """What this rank writes of the entries. Local."""
+    """Return, for these entries, the ranges that this rank writes. Local."""
     gpus = np.array([_memory_of(entry) for entry in entries], np.int64)
     steady = np.array([entry.steady for entry in entries], bool)
     tables = []
@@ -61,15 +63,15 @@ def planned_set(layout: Layout, entries: Sequence[Entry]) -> PlannedSet:
 
 
 def _memory_of(entry: Entry) -> int | None:
-    """Where an entry's memory is, as in ``Table.gpu``."""
+    """Return where an entry's memory is, in the form of ``Table.gpu``."""
     if entry.decoder is not None:
         return -2
     return -1 if in_host_memory(entry) else ordinal_of(entry.memory)
 
 
 def jobs(folder: Path, planned: PlannedSet) -> Iterator[Job]:
-    """What this rank writes, file by file, in pieces of bounded size. Memory of GPUs comes through
-    staging: each piece is valid until the next one is asked for.
+    """Yield what this rank writes, file by file, in jobs of bounded size. Memory of GPUs is copied
+    through staging buffers, so each job is valid only until the next one is requested.
     """
     for file, table in zip(planned.layout.files, planned.tables, strict=True):
         path = folder / planned.layout.path(file)
@@ -86,7 +88,9 @@ def jobs(folder: Path, planned: PlannedSet) -> Iterator[Job]:
 def computed(
     path: Path, rows: np.ndarray, places: Mapping[int, Place], decoders: Mapping[int, Decoder]
 ) -> Iterator[Job]:
-    """``jobs`` for values that are computed here, in the dtype of the file."""
+    """Compute the values of tensors that have a decoder, in the dtype of the file, and yield jobs
+    that write these values.
+    """
     for part in waves(rows, _COMPUTED_BYTES):
         made, keep = part.copy(), []
         for row in made:
@@ -101,17 +105,17 @@ def computed(
 
 
 def write_rows(place: Place, entry: Entry) -> np.ndarray:
-    """The table of the ranges that this rank writes of one tensor."""
+    """Return a table of those ranges of one tensor that this rank writes."""
     memory = None if entry.decoder is None else COMPUTED
     return rows_of(place, entry, entry.own(place.index), memory)
 
 
 def _all_rows(items: Sequence[tuple[Place, Entry]]) -> np.ndarray:
-    """The tables of ``write_rows`` for many tensors, in any order."""
+    """Return the concatenated tables of ``write_rows`` for many tensors, in any order."""
     single, parts = [], []
     for place, entry in items:
         spans = entry.own(place.index)
-        if len(spans) == 1 and entry.decoder is None:  # nearly always: a unit's tensors on a rank
+        if len(spans) == 1 and entry.decoder is None:  # true for nearly all tensors of units
             single.append(_row(place, entry, spans, entry.memory.data_ptr()))
         else:
             parts.append(write_rows(place, entry))
@@ -127,7 +131,10 @@ def _row(place: Place, entry: Entry, spans: np.ndarray, base: int) -> tuple[int,
 
 
 def rows_of(place: Place, entry: Entry, spans: np.ndarray, memory: int | None = None) -> np.ndarray:
-    """Ranges of one tensor's spans; ``memory``: address, 0 for none, default the entry's memory."""
+    """Return a table with the range of each span of one tensor. ``memory`` is the address of the
+    values; by default it is the address of the entry's memory. It is 0 if the ranges are only read
+    for their checksums and the values are not kept.
+    """
     item, own = place.dtype.itemsize, entry.dtype.itemsize
     types = codes(entry.dtype, place.dtype)
     base = entry.memory.data_ptr() if memory is None else memory
@@ -147,7 +154,9 @@ def rows_of(place: Place, entry: Entry, spans: np.ndarray, memory: int | None = 
 
 
 def waves(rows: np.ndarray, most: int) -> Iterator[np.ndarray]:
-    """The table in parts of about ``most`` bytes; long ranges are cut at pages of the file."""
+    """Yield the table in parts of about ``most`` bytes. Long ranges are cut at page boundaries of
+    the file.
+    """
     if rows[:, NBYTES].sum() <= most:
         if len(rows):
             yield rows
@@ -169,7 +178,9 @@ def waves(rows: np.ndarray, most: int) -> Iterator[np.ndarray]:
 
 
 def write_job(job: Job, *, skip_edges: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Write one piece; durable after ``sync``. Returns its fragments and their digests."""
+    """Write one job and return its fragments and their digests. The bytes are not durable before
+    ``folders.sync`` of the file.
+    """
     parts = fragments(job.rows)
     digests = np.zeros(len(parts), dtype=np.uint32)
     table = np.ascontiguousarray(job.rows[:, : _COLUMNS - 1])
@@ -180,7 +191,7 @@ def write_job(job: Job, *, skip_edges: bool = False) -> tuple[np.ndarray, np.nda
 def joined(
     found: Iterable[tuple[np.ndarray, np.ndarray]],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Fragments and digests of several parts, one behind the other."""
+    """Return the fragments and digests of several parts, one behind the other."""
     rows, crcs = [np.empty((0, 3), np.int64)], [np.empty(0, np.uint32)]
     for part, digests in found:
         rows.append(part)
@@ -219,7 +230,9 @@ def _edges(run: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _between(row: np.ndarray, low: int, high: int) -> np.ndarray:
-    """The part of a range in ``[low, high)`` of the file, extended to whole elements."""
+    """Return the part of a range that lies in ``[low, high)`` of the file, extended to whole
+    elements.
+    """
     item = SIZES[row[FILE_TYPE]]
     begin = max(0, low - int(row[OFFSET])) // item * item
     end = -(-min(int(row[NBYTES]), high - int(row[OFFSET])) // item) * item

@@ -1,8 +1,8 @@
-"""Optimizers whose steps are one pass, on shards and on plain tensors: in C in host memory, by
-kernels on a GPU.
+"""Optimizers that step in one pass over parameters, gradients and states. The parameters may be
+shards or plain tensors. A step runs in C in host memory, or as kernels on a GPU.
 
-They subclass ``torch.optim.Optimizer`` through ``FusedOptimizer``, which has their common methods,
-and take torch's arguments. Making one is local. See docs/optimizers.md.
+The optimizers subclass ``torch.optim.Optimizer`` through ``FusedOptimizer``, which has their common
+methods, and take torch's arguments. Constructing an optimizer is local. See docs/optimizers.md.
 """
 
 from fsdpc.optim._disk import Disk, DiskError

@@ -1,4 +1,6 @@
-"""What fsdpc's optimizers share: which tensors take part in a step, where states are, loading."""
+"""The base class of fsdpc's optimizers, which chooses the tensors of a step and the places of
+states, and loads state dicts.
+"""
 
 from __future__ import annotations
 
@@ -45,32 +47,32 @@ TUPLES = {"betas", "adamw_betas", "ns_coefficients"}
 
 
 class FusedOptimizer(ScaledSteps):
-    """Base class: one pass in C over parameters, gradients and states, on the host or by kernels on
-    a GPU.
+    """The base class of optimizers that step in one pass over parameters, gradients and states. The
+    pass runs in C on the host, or as kernels on a GPU.
 
-    Subclasses step one group at a time in ``_step_group``. A step is local, except that clipping,
-    and optimizers whose documentation says so, communicate: then all ranks of the parameters'
-    groups must call it.
+    Subclasses step one group at a time in ``_step_group``. A step is local, except with clipping
+    and in optimizers whose documentation says so. Such a step communicates, and all ranks of the
+    parameters' groups must call it.
     """
 
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler: grad_scale and found_inf are ours
+    _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf for the step
     _state_names: tuple[
         str, ...
-    ] = ()  # states of one value per element, in the order of the C code
+    ] = ()  # names of the states with one value per element, in the order of the C code
 
-    _kind: str | None = None  # the step's kind in C; None: no table can do it, see _table.py
-    _counter: str | None = "step"  # the state that counts steps
-    _tables = 0  # steps in a row that no table did (measured and skipped ones apart)
+    _kind: str | None = None  # the name of the rule in C; None: steps use no table (_table.py)
+    _counter: str | None = "step"  # the name of the state that counts steps; None: there is none
+    _tables = 0  # successive steps without a table; measured and skipped steps do not count
     _copies: dict[Tensor, Tensor] | None = None
-    _store: Store | None = None  # where offloaded states are; None: nothing is offloaded
-    _where: int | None = None  # in a worker (see worker_of): the GPU of its slices
+    _store: Store | None = None  # where offloaded states are; None: no state is offloaded
+    _where: int | None = None  # in a worker (see worker_of): the GPU on which it steps; else None
     _meter: Meter | None = None
-    _fsdpc_average: Any = None  # the Average of the parameters
+    _fsdpc_average: Any = None  # the ``optim.Average`` of the parameters, if there is one
 
     def _open(self, given: dict[str, Any], **more: Any) -> None:
-        """Do a constructor's work. ``given``: the constructor's ``locals()``; arguments that are
-        not in ``NOT_OF_GROUPS``, and ``more``, become options of groups. ``ValueError``, in torch's
-        words: a number is out of range.
+        """Do the work of a subclass's constructor. ``given``: the constructor's ``locals()``. The
+        arguments that are not in ``NOT_OF_GROUPS``, and ``more``, become options of the groups.
+        ``ValueError``, with torch's text: a number is out of range.
         """
         known = [name for name in given if name not in NOT_OF_GROUPS and name[:2] != "__"]
         options = {name: given[name] for name in known} | more
@@ -92,7 +94,9 @@ class FusedOptimizer(ScaledSteps):
         self._offload(given["offload"])
 
     def _offload(self, where: Disk | Host | None) -> None:
-        """Keep states on a disk, or, if parameters are on a GPU, their states in host memory."""
+        """Set the store of offloaded states: a file for a ``Disk``, host memory for a ``Host``. A
+        ``Host`` without ``masters`` has no effect if all parameters are in host memory.
+        """
         name = type(self).__name__
         if isinstance(where, Disk):
             self._store = DiskStore(where, name)
@@ -108,7 +112,7 @@ class FusedOptimizer(ScaledSteps):
         self.state = GuardedState(self.state, self._store)
 
     def _add_defaults(self, **options: Any) -> None:
-        """Give a subclass's options to groups that lack them, and to groups added later."""
+        """Add a subclass's options to groups that lack them, also to groups added later."""
         self.defaults.update(options)
         for group in self.param_groups:
             for name, value in options.items():
@@ -117,30 +121,30 @@ class FusedOptimizer(ScaledSteps):
     # --- a step ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    @hook  # for programs that compile a step: the work is in C
+    @hook  # torch.compile must not trace a step, whose work is in C
     def step(
         self,
         closure: Callable[[], Any] | None = None,
         *,
         max_norm: float | None = None,
     ) -> Any:
-        """Do one step; returns the closure's loss.
+        """Do one step and return the closure's loss.
 
-        ``max_norm``: gradients are multiplied by ``min(1, max_norm / (norm + 1e-6))`` in the same
-        pass, as after ``torch.nn.utils.clip_grad_norm_``; ``norm`` is the 2-norm of all gradients
-        of this optimizer over all ranks, and ``last_norm`` keeps it. ``.grad`` itself stays as it
-        is: not multiplied, and not divided by a loss scale. With ``torch.amp.GradScaler``:
-        ``scaler.step(optimizer, max_norm=...)``.
+        With ``max_norm``, gradients are multiplied by ``min(1, max_norm / (norm + 1e-6))`` in the
+        same pass. The result is that of ``torch.nn.utils.clip_grad_norm_`` and a step after it.
+        ``norm`` is the 2-norm of all gradients of this optimizer over all ranks, and is kept as
+        ``last_norm``. Such a step does not write to ``.grad``, neither for the clipping nor for a
+        loss scale. With ``torch.amp.GradScaler``, call ``scaler.step(optimizer, max_norm=...)``.
 
         Collective over the ranks that share parameters if ``max_norm`` is given, else local unless
         the class says otherwise. ``NotImplementedError``: a parameter is neither on the host nor on
-        a CUDA GPU. ``RuntimeError``: a gradient is sparse. After either error the group at fault is
-        unchanged.
+        a CUDA GPU. ``RuntimeError``: a gradient is sparse. After either error the group with this
+        parameter has not changed.
 
         If all parameters are on one GPU, the step is queued on torch's current stream and the host
-        waits for nothing: loss scale, infinities found and clipping factor stay on the GPU, and so
-        does the state ``step``. With ``max_norm`` that holds if all parameters are in units of one
-        model; otherwise the host waits for the norm. The host also reads a tensor ``lr``.
+        does not wait: the loss scale, the flag for infinities, the clipping factor and the state
+        ``step`` stay on the GPU. With ``max_norm``, the host waits for the norm unless all
+        parameters are in units of one model. The host also reads ``lr`` if it is a tensor.
         """
         if self._inside is not None:
             return self._inside.end_step(closure, max_norm)
@@ -182,21 +186,24 @@ class FusedOptimizer(ScaledSteps):
         return loss
 
     def _steps_plainly(self) -> bool:
-        """False if a subclass has a ``step`` of its own, which may do more than this one."""
+        """Return False if a subclass overrides ``step``, because that method may do more than this
+        class's ``step``.
+        """
         step: Any = type(self).step
-        if getattr(step, "hooked", False):  # torch's wrapper, which calls the hooks
+        if getattr(step, "hooked", False):  # torch's wrapper calls hooks around the step
             step = step.__wrapped__
         return step is FusedOptimizer.step
 
     def measure(self, every: int = 1) -> None:
         """Let each ``every``-th step measure its gradients (before clipping, divided by the loss
-        scale), the weights after it and its updates: ``statistics`` then has norms and largest
-        magnitudes of each parameter and unit. 0: no step. Local; a measured step is collective over
-        the ranks that share parameters, and every rank must call ``step`` as often as the others.
+        scale), the weights after the step and the updates. ``statistics`` then has the norms and
+        largest magnitudes of each parameter and unit. With 0, no step is measured. Local. A
+        measured step is collective over the ranks that share parameters, and every rank must call
+        ``step`` the same number of times.
 
-        In host memory the numbers come from the pass of the step, whose results stay equal to the
-        bit. ``NotImplementedError``: states are offloaded, or the optimizer steps in backward;
-        raised by the step: a parameter is on a GPU.
+        The pass of the step computes the numbers; the step's results do not change by a bit.
+        ``NotImplementedError``: states are offloaded, or the optimizer steps in backward. A
+        measured step raises this error if a parameter is on a GPU.
         """
         if every < 0:
             raise ValueError(f"measure: every={every} must not be negative")
@@ -209,14 +216,14 @@ class FusedOptimizer(ScaledSteps):
 
     @property
     def statistics(self) -> Measured | None:
-        """What the last measured step found; None before the first. A step that a loss scaler
-        skips is not measured. Local.
+        """The statistics of the last measured step, or None before the first measured step. A step
+        that a loss scaler skips is not measured. Local.
         """
         return None if self._meter is None else self._meter.found
 
     @property
     def _measured(self) -> Meter | None:
-        """The meter of the step under way; None if this step is not measured."""
+        """The meter if the present step is measured, else None."""
         return self._meter if self._meter is not None and self._meter.on else None
 
     def _make_table(self) -> None:
@@ -253,8 +260,9 @@ class FusedOptimizer(ScaledSteps):
             increment_version(table.changed(GRADS))
 
     def _table_place(self, param: Tensor) -> tuple[int, int] | None:
-        """The index of a parameter's first element in the whole parameter, and the parameter's
-        key; None: a table cannot step this parameter.
+        """Return two numbers that the random bits of a step depend on: the index in the whole
+        parameter of the first element that this rank has, and the whole parameter's key. Return
+        None if a table cannot step this parameter.
         """
         return 0, 0
 
@@ -279,7 +287,9 @@ class FusedOptimizer(ScaledSteps):
                 self._finish(found, scaling.writes_grads)
 
     def _step_resident(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
-        """Step parameters whose states are not offloaded. If one has a master, that is stepped."""
+        """Step parameters whose states are not offloaded. If a parameter has a master, the master
+        is stepped and then copied to the parameter.
+        """
         if self._store is None or not self._store.masters:
             scaling = scaling._replace(weight=self._weight_of(group))
             self._step_group(group, found, scaling)
@@ -298,13 +308,17 @@ class FusedOptimizer(ScaledSteps):
             value.copy_(master)
 
     def _weight_of(self, group: dict[str, Any]) -> float | None:
-        """The weight by which this step's pass moves a group's averages; None: it moves none."""
+        """Return the weight of the new values of a group's parameters in their averages
+        (``optim.Average``), or None if this step's pass does not update averages.
+        """
         average = self._fsdpc_average
         plain = average is not None and self._store is None and self._steps_plainly()
         return average._weight_in_pass(group) if plain else None
 
     def _part(self, members: list[Members], offloaded: bool) -> list[Members]:
-        """The members whose states are offloaded (True), or the other members (False)."""
+        """Return ``members`` with only those parameters whose states are offloaded, or, with
+        ``offloaded=False``, with only the other parameters.
+        """
         store = self._store
         assert store is not None
         parts = []
@@ -319,16 +333,18 @@ class FusedOptimizer(ScaledSteps):
         return state.inside() if isinstance(state, GuardedState) else nullcontext()
 
     def write_copies(self, copies: Mapping[Tensor, Tensor] | None) -> None:
-        """Let each step write the new values of float32 parameters also to ``copies[param]``,
-        rounded to the nearest bfloat16 or float16: in host memory in the same pass, 2 bytes per
-        element.
+        """Let each step write the new value of each float32 parameter ``param`` also to
+        ``copies[param]``, rounded to the nearest bfloat16 or float16. In host memory, the same pass
+        writes the copies, 2 bytes per element.
 
-        For a model in low precision whose float32 masters are this optimizer's parameters. The
-        copies get the parameters' values now and whenever a step changes these; a program that
-        writes a parameter itself calls this again. None: steps write no more copies. Local.
+        This method is for a model in low precision whose float32 masters are this optimizer's
+        parameters. The copies get the parameters' values now and after each step that changes the
+        parameters. A program that writes a parameter itself must call this method again. With None,
+        steps no longer write copies. Local.
 
         ``ValueError``: a key is no parameter of this optimizer, or a copy has another shape.
-        ``TypeError``: a copy is no plain 16-bit tensor, or its parameter no plain float32 tensor.
+        ``TypeError``: a copy is no plain 16-bit tensor, or its parameter is no plain float32
+        tensor.
         """
         self._copies = self._table = None
         own = {param for group in self.param_groups for param in group["params"]}
@@ -350,7 +366,9 @@ class FusedOptimizer(ScaledSteps):
         self._copies = dict(copies) if copies else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. ``TypeError``: only the code of a parameter's class knows its memory."""
+        """Add a group as torch's method does. ``TypeError``: a parameter is of a tensor subclass
+        whose memory only the code of the subclass can read.
+        """
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
             if is_opaque(local_of(param)):
@@ -361,22 +379,26 @@ class FusedOptimizer(ScaledSteps):
                 )
 
     def step_and_clip(self, max_norm: float) -> Tensor:
-        """``step(max_norm=max_norm)``; returns the norm before clipping, a float64 0-dim tensor.
+        """Call ``step(max_norm=max_norm)`` and return the norm before clipping, a float64 0-dim
+        tensor.
 
-        One pass over the gradients for the norm and one over everything for the step. Collective.
+        The step makes one pass over the gradients for the norm, and one pass over gradients,
+        parameters and states for the update. Collective.
         """
         self.step(max_norm=max_norm)
         assert self.last_norm is not None
         return self.last_norm
 
     def _check_states(self) -> None:
-        """Raise the store's error if a step has ended in the middle."""
+        """Raise the store's error if an earlier step failed after it had changed some states."""
         if isinstance(self.state, GuardedState):
             with self.state.inside():
                 self.state.check()
 
     def _begin_step(self, members: list[Members]) -> Any:
-        """Make the states that do not exist yet, and begin to read offloaded ones."""
+        """Make the states that do not exist yet, and start to read the offloaded states. Return the
+        pass over the offloaded states, or None.
+        """
         active = [param for found in members for param in found.params]
         with self._inside_state():
             if self._store is not None:
@@ -389,7 +411,9 @@ class FusedOptimizer(ScaledSteps):
         return None if store is None else store.passes([p for p in active if store.takes(p)])
 
     def _begin_master(self, param: Tensor) -> None:
-        """Make the master of a parameter whose states are not offloaded, if there is none."""
+        """Make the master of a parameter whose states are not offloaded, if the parameter needs a
+        master and has none.
+        """
         if not self._has_master(param) or self._store is None or self._store.takes(param):
             return
         self._widen(param)
@@ -399,7 +423,9 @@ class FusedOptimizer(ScaledSteps):
             state[MASTER] = around(own, param._spec) if isinstance(param, DTensor) else own
 
     def _widen(self, param: Tensor) -> None:
-        """Make narrow states (loaded, or set by the user) float32, for parameters with masters."""
+        """Convert the states of a parameter with a master to float32. States that were loaded, or
+        set by the user, may have another dtype.
+        """
         state = self.state[param]
         for name in (*self._state_names, MASTER):
             value = state.get(name)
@@ -407,7 +433,9 @@ class FusedOptimizer(ScaledSteps):
                 state[name] = value.detach().to(torch.float32).contiguous()
 
     def _place_states(self, which: set[int]) -> None:
-        """Give these parameters' states their places in the store; copy there what is elsewhere."""
+        """Reserve places in the store for the states of the parameters with the ids ``which``, and
+        copy states that are elsewhere to these places.
+        """
         store = self._store
         assert store is not None
         everything = [
@@ -423,12 +451,12 @@ class FusedOptimizer(ScaledSteps):
                 self._adopt(param)
 
     def _adopt(self, param: Tensor) -> None:
-        """Copy offloaded states that lie elsewhere to their place."""
+        """Copy offloaded states that are elsewhere (loaded, or set by the user) to their places."""
         assert self._store is not None
         self._store.adopt(param, self.state[param])
 
     def _show_states(self, param: Tensor) -> None:
-        """After a step, let ``self.state`` show the offloaded states that the step has made."""
+        """Add to ``self.state`` the offloaded states that a step has made."""
         store, state = self._store, self.state[param]
         assert store is not None
         for name in store.held[param][0]:
@@ -436,18 +464,22 @@ class FusedOptimizer(ScaledSteps):
                 state[name] = store.tensor(param, name)
 
     def _extents(self, group: dict[str, Any], param: Tensor) -> list[Extent]:
-        """A parameter's states, in the order in which a store holds them."""
+        """Return the extents of a parameter (ranges of its elements, with the states of each
+        range), in the order in which a store has them.
+        """
         states = [(name, self._state_dtype(param)) for name in self._names(group)]
         if self._has_master(param):
             states.append((MASTER, torch.float32))
         return [whole_extent(param, states)]
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The names of states with one value per element that a group's parameters have."""
+        """Return the names of the states with one value per element of a group's parameters."""
         return self._state_names
 
     def _beside(self, param: Tensor) -> dict[str, int]:
-        """Bytes, by name, of the states that lie beside a parameter even with ``offload``."""
+        """Return a dict from the name to the number of bytes of each state of a parameter that
+        ``offload`` does not move.
+        """
         return {} if self._counter is None else {self._counter: 4}
 
     def _has_master(self, param: Tensor) -> bool:
@@ -461,7 +493,7 @@ class FusedOptimizer(ScaledSteps):
                 self.state[param].update(step=step_counter(param), **made)
 
     def _before_step(self, members: list[Members], scaling: Scaling) -> None:
-        """Exchange what ranks must know of each other; called on every rank in every step."""
+        """Exchange what a step needs from other ranks. All ranks call this method in every step."""
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         steps = self._counters(group, found.params)
@@ -472,13 +504,13 @@ class FusedOptimizer(ScaledSteps):
         self._run(self._kind, self._rule(group, scaling), scaling, found, states, steps)
 
     def _counters(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
-        """The numbers of steps done."""
+        """Return the step counters of the parameters."""
         return [self.state[param]["step"] for param in params]
 
     def _lend(
         self, worker: Any, part: Tensor, param: Tensor, ends: Ends, held: dict[str, Any]
     ) -> None:
-        """Show ``worker`` a slice of a parameter; ``held``: the slice's states."""
+        """Let ``worker`` step ``part``, a slice of a parameter. ``held``: the slice's states."""
         real = self.state[param]
         own = {name: state for name, state in held.items() if name in real}
         if "step" in real:
@@ -486,7 +518,7 @@ class FusedOptimizer(ScaledSteps):
         worker.state[part] = own
 
     def _communicates(self) -> bool:
-        """True if a step without clipping communicates with other ranks. Local."""
+        """Return True if a step without clipping communicates with other ranks. Local."""
         return False
 
     def _members(self, candidates: Sequence[Tensor]) -> Members:
@@ -528,7 +560,7 @@ class FusedOptimizer(ScaledSteps):
         places: tuple[tuple[int, int, int], ...] | None = None,
         edges: np.ndarray | None = None,
     ) -> None:
-        """Call ``_C.optim_step`` on each device that has some of the tensors."""
+        """Call ``_C.optim_step`` once for each device, with the tensors of that device."""
         params, values, grads, _ = found
         wheres = self._ordinals(params)
         for where in dict.fromkeys(wheres):
@@ -583,7 +615,7 @@ class FusedOptimizer(ScaledSteps):
             meter.add(param, row)
 
     def _ordinals(self, params: Sequence[Tensor]) -> list[int | None]:
-        """The GPU of each parameter; None: the parameter is in host memory."""
+        """Return the GPU of each parameter, or None if the parameter is in host memory."""
         return ordinals_of(params) if self._where is None else [self._where] * len(params)
 
     def _finish(self, found: Members, grads_changed: bool) -> None:
@@ -607,8 +639,8 @@ class FusedOptimizer(ScaledSteps):
     # --- states ----------------------------------------------------------------------------------
 
     def state_memory(self, param: Tensor, name: str) -> Tensor | None:
-        """Memory of an offloaded state that a checkpoint is about to fill; None: the store has no
-        place for this state. Local.
+        """Return the memory of an offloaded state, which a checkpoint then fills. Return None if
+        the store has no place for this state. Local.
         """
         if self._store is None:
             return None
@@ -619,7 +651,9 @@ class FusedOptimizer(ScaledSteps):
         return self._store.tensor(param, name)
 
     def settle_states(self, params: Sequence[Tensor]) -> None:
-        """Give states that a checkpoint has filled their place and dtype. Local."""
+        """Move states that a checkpoint has set to their places, and convert them to float32 if
+        their parameters have masters. Local.
+        """
         if self._store is None:
             return
         self._place_states({id(param) for param in params})
@@ -628,12 +662,14 @@ class FusedOptimizer(ScaledSteps):
                 self._widen(param)
 
     def finish_states(self) -> None:
-        """Wait until nothing writes to states any more. Local."""
+        """Wait until no transfer writes to states any more. Local."""
         if self._store is not None:
             self._store.finish()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy of the optimizer is made from; a copy's states are in memory."""
+        """Return the content from which a copy of the optimizer is made. A copy has its states in
+        ordinary memory, even if this optimizer has them in a file.
+        """
         name = type(self).__name__
         if isinstance(self._store, HostStore):
             raise NotImplementedError(
@@ -646,17 +682,17 @@ class FusedOptimizer(ScaledSteps):
         return state if self._copies is None else {**state, "_copies": self._copies}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Options that a loaded group does not have keep this optimizer's defaults."""
+        """Restore a copied or loaded optimizer. A group that lacks an option gets the default."""
         super().__setstate__(state)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of torch's class of the same rule.
+        """Load a state dict of this class or of torch's class with the same rule.
 
-        torch's loading casts every state to its parameter's dtype; here states keep the dtype that
-        this optimizer gives them, and are rounded at most once.
+        torch's method casts every state to its parameter's dtype. This method casts states directly
+        to the dtype that this optimizer uses, so they are rounded at most once.
         """
         seen: list[dict[str, Any]] = []
 
@@ -664,9 +700,9 @@ class FusedOptimizer(ScaledSteps):
             seen.append(given)
             if self._store is None or self._store.ordinal is None:
                 return None
-            return {**given, "state": {}}  # else all states would be on the GPU for a moment
+            return {**given, "state": {}}  # otherwise torch would copy all states to the GPU
 
-        handle = self.register_load_state_dict_pre_hook(keep)  # last: sees what other hooks give
+        handle = self.register_load_state_dict_pre_hook(keep)  # runs after all other hooks
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -686,7 +722,7 @@ class FusedOptimizer(ScaledSteps):
         self._after_load()
 
     def _loaded(self, param: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
-        """The state of one parameter from its entry in a state dict."""
+        """Return the state of one parameter, made from its entry in a state dict."""
         state = dict(saved)
         offloaded = self._store is not None and self._store.takes(param)
         if "step" in state:
@@ -702,13 +738,15 @@ class FusedOptimizer(ScaledSteps):
         return state
 
     def _after_load(self) -> None:
-        """Called when all parameters' states are loaded."""
+        """Do a subclass's work after the states of all parameters were loaded."""
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32 if self._has_master(param) else param.dtype
 
     def _zeros(self, param: Tensor, name: str) -> Tensor:
-        """A parameter's state of zeros; a DTensor if the parameter is one."""
+        """Return a state of a parameter, filled with zeros. The state is a DTensor if the parameter
+        is a DTensor.
+        """
         if self._store is not None and self._store.takes(param):
             return self._store.zeros(param, name)
         dtype = self._state_dtype(param)
@@ -716,11 +754,13 @@ class FusedOptimizer(ScaledSteps):
 
 
 def step_counter(param: Tensor) -> Tensor:
-    """The state ``step`` of a parameter: float32, 0-dim, on the host or on the parameter's GPU."""
+    """Return a new state ``step`` of a parameter: a 0-dim float32 tensor on the host or on the
+    parameter's GPU.
+    """
     return torch.zeros((), dtype=torch.float32, device=step_device(param))
 
 
 def check_number(value: Any, what: str, low: float = 0.0, below: float = math.inf) -> None:
-    """Raise ``ValueError``, in torch's words, unless ``low <= value < below``."""
+    """Raise ``ValueError``, with torch's text, unless ``low <= value < below``."""
     if not low <= value < below:
         raise ValueError(f"Invalid {what}: {value}")

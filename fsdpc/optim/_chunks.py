@@ -1,9 +1,10 @@
-"""States outside of the step's memory, stepped part by part through buffers.
+"""Offloaded states, which are stepped chunk by chunk through buffers.
 
-A store (``_disk.py``: a file; ``_host.py``: pinned host memory of a GPU's parameters) holds each
-state of each parameter as one range, and chunks are what one buffer takes at a time
-(``_companions/state_layout.py``). The rules of the optimizers are not written again: a chunk is
-stepped by the class's own step, on slices of parameters whose states are tensors over the buffer.
+A store is a file (``_disk.py``), or pinned host memory for parameters on a GPU (``_host.py``). It
+has each state of each parameter as one range. A chunk is the part of the states that one buffer has
+at a time (``_companions/state_layout.py``). The optimizer's class steps a chunk with its normal
+step method. This method gets slices of parameters; the states of these slices are tensors over the
+buffer.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from fsdpc._engine.interop import around
 from fsdpc.optim._places import Place, local_of
 
 MASTER = "master"
-AVERAGE = "average"  # what optim.Average keeps, whatever the optimizer's own states are
+AVERAGE = "average"  # the name of the state that optim.Average adds to any optimizer
 NARROW = (torch.bfloat16, torch.float16)
-Wishes = Sequence[tuple[Tensor, Sequence[Extent]]]  # parameters whose states need a place
+Wishes = Sequence[tuple[Tensor, Sequence[Extent]]]  # each parameter, with its extents
 
 
 class Entry(NamedTuple):
-    """An extent of the layout: number ``index`` among its parameter's extents."""
+    """A range of a parameter's elements that has a place in the layout of a store. ``index`` is the
+    number of ``extent`` among the extents of ``param``.
+    """
 
     param: Tensor
     index: int
@@ -38,7 +41,9 @@ class Entry(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """A slice's elements [begin, end) of a parameter, whose last slice counts the step."""
+    """The elements [begin, end) of a parameter that a slice has. Only the last slice of a parameter
+    increases the parameter's step counter.
+    """
 
     begin: int
     end: int
@@ -46,8 +51,8 @@ class Ends(NamedTuple):
 
 
 class GuardedState(defaultdict[Any, Any]):
-    """An optimizer's ``state``: a read waits for transfers in flight, and raises if a failed step
-    has updated some states and not others.
+    """An optimizer's ``state`` with offloaded states. A read waits for transfers that still run,
+    and raises an error if a failed step has updated only some of the states.
     """
 
     broken: str | None = None
@@ -58,7 +63,9 @@ class GuardedState(defaultdict[Any, Any]):
         self.store = store
 
     def check(self) -> None:
-        """Raise if states are mixed; else wait until they are complete."""
+        """Raise an error if a failed step has updated only some of the states. Otherwise wait for
+        transfers that still run.
+        """
         if self.broken is not None:
             assert self.store is not None
             raise self.store.error(self.broken)
@@ -66,7 +73,7 @@ class GuardedState(defaultdict[Any, Any]):
             self.store.finish()
 
     def end_in_the_middle(self, error: BaseException) -> None:
-        """Note that a step has changed some states and not others."""
+        """Record that a step has failed after it had updated only some of the states."""
         assert self.store is not None
         self.broken = (
             f"a step of {self.store.name} ended in the middle ({error}): parameters and states are "
@@ -76,7 +83,9 @@ class GuardedState(defaultdict[Any, Any]):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """In this context, reads of states wait for no transfers: for code that needs no values."""
+        """Return a context in which reads of states do not wait for transfers, for code that does
+        not need the values.
+        """
         self._quiet += 1
         try:
             yield
@@ -104,11 +113,13 @@ class GuardedState(defaultdict[Any, Any]):
         return super().setdefault(key, default)
 
     def __iter__(self) -> Iterator[Any]:
-        """Here so that ``dict(state)`` reads by ``__getitem__``, and not past the checks."""
+        """Iterate over the keys. The override makes ``dict(state)`` call ``__getitem__``, which
+        checks the states.
+        """
         return super().__iter__()
 
     def copy(self) -> Any:
-        """An ordinary ``defaultdict`` of the same states."""
+        """Return an ordinary ``defaultdict`` of the same states."""
         return defaultdict(dict, self.items())
 
     __copy__ = copy
@@ -126,68 +137,78 @@ class GuardedState(defaultdict[Any, Any]):
         self.broken = None
 
     def __reduce__(self) -> Any:
-        """A copy is an ordinary ``defaultdict``, with its states in memory."""
+        """Make copies and pickles ordinary ``defaultdict`` objects, whose states are in memory."""
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
 class Store:
-    """The states of one optimizer on this rank. Subclasses say where they are, and move chunks."""
+    """The offloaded states of one optimizer on this rank. Subclasses decide where the states are,
+    and transfer chunks.
+    """
 
     error: type[RuntimeError] = RuntimeError
-    masters = False  # narrow parameters have a float32 master among the states
-    ordinal: int | None = None  # the GPU whose kernels step; None: the host
-    page = PAGE  # bytes that move as a whole
+    masters = False  # whether 16-bit parameters have a float32 master among the states
+    ordinal: int | None = None  # the GPU on which steps run; None: the host
+    page = PAGE  # bytes; states are transferred in multiples of a page
 
     def __init__(self, name: str, chunk_bytes: int) -> None:
         self.name = name
         self.chunk_bytes = chunk_bytes
         self.chunks: list[Chunk] = []
         self.entries: list[Entry] = []
-        self.held: dict[Tensor, list[dict[str, Tensor]]] = {}  # for each extent
-        self.mapped: set[Tensor] = set()  # parameters whose states are stepped where they lie
+        self.held: dict[Tensor, list[dict[str, Tensor]]] = {}  # states by name, per extent
+        self.mapped: set[Tensor] = set()  # parameters whose states are stepped without buffers
         self.zero: set[tuple[Tensor, str]] = set()  # states that have never been written
         self.end = 0
 
     # --- what a subclass has ---------------------------------------------------------------------
 
     def choose(self, wanted: Wishes) -> None:
-        """Choose whose states are taken. ``NotImplementedError``: a parameter is refused."""
+        """Choose the parameters whose states are in this store. ``NotImplementedError``: a
+        parameter is not supported.
+        """
         raise NotImplementedError
 
     def knows(self, param: Tensor) -> bool:
-        """Whether the place of the parameter's states is chosen. Equal on all ranks."""
+        """Return whether this store has decided where the parameter's states are. Equal on all
+        ranks.
+        """
         return param in self.held
 
     def takes(self, param: Tensor) -> bool:
-        """Whether the parameter's states are in this store."""
+        """Return whether the parameter's states are in this store."""
         return True
 
     def _grow(self, begin: int, end: int) -> Any:
-        """Memory for bytes [begin, end) of the store, zeros, of which ``_view`` makes tensors."""
+        """Return new, zeroed memory for bytes [begin, end) of the store. ``_view`` makes tensors
+        over this memory.
+        """
         raise NotImplementedError
 
     def _view(self, memory: Any, dtype: torch.dtype, count: int, offset: int) -> Tensor:
-        """A tensor over ``count`` elements of ``memory``: a result of ``_grow``, or a buffer."""
+        """Return a tensor over ``count`` elements of ``memory``, which is a result of ``_grow`` or
+        a buffer.
+        """
         raise NotImplementedError
 
     def passes(self, active: Sequence[Tensor]) -> Any:
-        """A pass over the chunks with states of these parameters; the transfers of the first
-        chunks have begun.
+        """Start the transfers of the first chunks that have states of these parameters, and return
+        the pass over all such chunks.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Wait until the states are those of the last step."""
+        """Wait until the store has the states of the last step."""
 
     def settle(self) -> None:
-        """Wait for transfers under way, and ignore their errors."""
+        """Wait for transfers that still run, and ignore their errors."""
         raise NotImplementedError
 
     # --- where states lie ------------------------------------------------------------------------
 
     def reserve(self, wanted: Wishes) -> None:
-        """Make space for the states of parameters that have none. ``OSError``, ``MemoryError``:
-        there is too little.
+        """Reserve space for the states of parameters that have no space yet. ``OSError``,
+        ``MemoryError``: there is too little space.
         """
         new: list[Entry] = []
         params = [param for param, _ in wanted if param not in self.held]
@@ -222,7 +243,10 @@ class Store:
                 )
 
     def states(self, memory: Any, extent: Extent, units: Slice) -> dict[str, Tensor]:
-        """The states of some units, 1-D, over memory that has them at ``units.places``."""
+        """Return the states of a slice as 1-D tensors over ``memory``. ``units`` is the slice: a
+        range of the extent's units (``Extent.unit`` elements each). In ``memory``, the states begin
+        at ``units.places``.
+        """
         low, high = extent.ends(units.begin, units.end)
         found = {}
         for state, place in zip(extent.states, units.places, strict=True):
@@ -234,13 +258,13 @@ class Store:
         return found
 
     def view(self, memory: Any, dtype: torch.dtype, count: int, offset: int) -> Tensor:
-        """The tensor of ``_view``; an empty one if there is no memory."""
+        """Return the tensor of ``_view``, or an empty tensor if ``memory`` is None."""
         if memory is None:
             return torch.empty(0, dtype=dtype, device="cpu")
         return self._view(memory, dtype, count, offset)
 
     def zeros(self, param: Tensor, name: str) -> Tensor:
-        """The state as ``tensor`` returns it, filled with zeros."""
+        """Fill the state with zeros and return it as ``tensor`` does."""
         if (param, name) in self.zero:
             self.zero.remove((param, name))
         else:
@@ -249,12 +273,14 @@ class Store:
         return self.tensor(param, name)
 
     def tensor(self, param: Tensor, name: str) -> Tensor:
-        """The state as ``optimizer.state`` shows it: a DTensor for a DTensor."""
+        """Return the state as ``optimizer.state`` shows it: a DTensor if the parameter is a
+        DTensor.
+        """
         found = self.held[param][0][name].view(local_of(param).shape)
         return around(found, param._spec) if isinstance(param, DTensor) else found
 
     def adopt(self, param: Tensor, state: dict[str, Any]) -> None:
-        """Copy states that lie elsewhere (loaded, or set by the user) to their place."""
+        """Copy states that were loaded, or set by the user, to their places in the store."""
         for name, own in next(iter(self.held.get(param, ())), {}).items():
             given = state.get(name)
             if isinstance(given, Tensor) and self.take_in(own, given):
@@ -262,7 +288,7 @@ class Store:
                 state[name] = self.tensor(param, name)
 
     def take_in(self, own: Tensor, given: Tensor) -> bool:
-        """Copy ``given`` to ``own``. False: both are the same memory, and nothing is copied."""
+        """Copy ``given`` to ``own`` and return True. If both are the same memory, return False."""
         local = local_of(given).detach()
         if local.data_ptr() == own.data_ptr() and local.dtype == own.dtype:
             return False
@@ -271,7 +297,7 @@ class Store:
         return True
 
     def due(self, active: Sequence[Tensor]) -> list[Chunk]:
-        """The chunks with states of these parameters, in the order of the layout."""
+        """Return the chunks that have states of these parameters, in the order of the layout."""
         wanted = {id(param) for param in active}
         return [
             chunk
@@ -281,14 +307,16 @@ class Store:
 
 
 def whole_extent(param: Tensor, states: Sequence[tuple[str, torch.dtype]]) -> Extent:
-    """All elements of a parameter on this rank, with one value of each state per element."""
+    """Return the extent of all elements of a parameter on this rank, with states that have one
+    value per element.
+    """
     fields = tuple(Field(name, dtype.itemsize, dtype) for name, dtype in states)
     return Extent(0, local_of(param).numel(), fields)
 
 
 class ChunkStates:
-    """The states of a chunk's slices, as tensors over a buffer: what ``Store`` is to an optimizer
-    that steps slices.
+    """The states of a chunk's slices, as tensors over a buffer. An optimizer that steps slices has
+    this object in place of a ``Store``.
     """
 
     masters = False
@@ -297,17 +325,18 @@ class ChunkStates:
         self.held: dict[int, dict[str, Tensor]] = {}
 
     def takes(self, shown: Tensor) -> bool:
-        """True: the states of all slices are here."""
+        """Return True, because this object has the states of all slices."""
         return True
 
     def zeros(self, shown: Tensor, name: str) -> Tensor:
-        """The memory of a state that is about to be made; its old content is not read."""
+        """Return the memory of a state that a step makes. The step ignores the old content."""
         return self.held[id(shown)][name]
 
 
 def step_chunks(optimizer: Any, reading: Any, members: Sequence[Any], scaling: Any) -> None:
-    """Step all ``members``, one per group, chunk by chunk. If that fails in the middle, every later
-    use of the states raises the store's error.
+    """Step the parameters of ``members`` chunk by chunk. ``members`` has one ``Members`` for each
+    group. If the step fails after it has changed values, every later use of the states raises the
+    store's error.
     """
     rows: dict[int, tuple[int, Tensor, Tensor]] = {}
     for number, found in enumerate(members):
@@ -369,7 +398,9 @@ def _step_chunk(
 
 
 def worker_of(optimizer: Any) -> Any:
-    """An optimizer with the same rules for slices of parameters, with states of its own."""
+    """Return an optimizer that steps slices of parameters by the rules of ``optimizer``. The states
+    of the slices are separate from ``optimizer.state``.
+    """
     worker = object.__new__(type(optimizer))
     worker.__dict__.update(optimizer.__dict__)
     worker.state, worker._store, worker._known, worker._order = {}, ChunkStates(), {}, {}
@@ -378,8 +409,8 @@ def worker_of(optimizer: Any) -> Any:
 
 
 def follow(master: Tensor, value: Tensor) -> None:
-    """Set the master to ``value`` where the rounded master differs from ``value`` in a bit: there
-    the program has changed ``value`` since the last step. No host sync on a GPU.
+    """Copy to the master those elements of ``value`` that differ in a bit from the rounded master.
+    The program has changed these elements since the last step. On a GPU there is no host sync.
     """
     changed = master.to(value.dtype).view(torch.int16) != value.view(torch.int16)
     if value.is_cuda or stand_in() or bool(changed.any()):
@@ -387,7 +418,7 @@ def follow(master: Tensor, value: Tensor) -> None:
 
 
 def slice_of_place(place: Place, begin: int, end: int) -> Place:
-    """The place of elements [begin, end) of a parameter's local tensor."""
+    """Return the place of elements [begin, end) of a parameter's local tensor."""
     cut = []
     for span in place.spans:
         low, high = max(span.at, begin), min(span.at + span.count, end)

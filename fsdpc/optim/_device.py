@@ -1,4 +1,6 @@
-"""Steps of parameters in a GPU's memory: kernels on torch's current stream, without a host sync."""
+"""Steps of parameters in a GPU's memory. Kernels on torch's current stream step the parameters,
+without a host sync.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from fsdpc._engine.device import CPU, engine_device, stand_in
 from fsdpc._engine.writeback import owner_of
 from fsdpc._torch import foreach_norm
 
-SCRATCH = 256  # bytes per tensor, see csrc/device/device.h
+SCRATCH = 256  # bytes of scratch memory per tensor, see csrc/device/device.h
 
 
 class Control(NamedTuple):
-    """Tensors of one value on the GPU, which a step reads when it runs."""
+    """One-element tensors on the GPU, which the kernels of a step read."""
 
     grad_scale: Tensor | None = None  # float32
     found_inf: Tensor | None = None  # float32
@@ -26,9 +28,9 @@ class Control(NamedTuple):
 
 
 def gpu_of(param: Tensor) -> int | None:
-    """The GPU whose memory holds a parameter's values; None: host memory. Local.
+    """Return the GPU whose memory has a parameter's values, or None for host memory. Local.
 
-    The memory of a simulated GPU is the host's: there the parameter's unit knows the GPU.
+    A simulated GPU uses host memory, so the number of the GPU comes from the parameter's unit.
     """
     if param.device.type == "cuda":
         return engine_device(param.device)
@@ -39,14 +41,16 @@ def gpu_of(param: Tensor) -> int | None:
 
 
 def ordinals_of(params: Sequence[Tensor]) -> list[int | None]:
-    """``gpu_of`` each parameter, quickly where all are in host memory. Local."""
+    """Return ``gpu_of`` of each parameter. Fast if all parameters are in host memory. Local."""
     if not stand_in() and not any(param.is_cuda for param in params):
         return [None] * len(params)
     return [gpu_of(param) for param in params]
 
 
 def only_gpu(params: Sequence[Tensor]) -> int | None:
-    """The GPU that holds all parameters; None: no GPU does. Equal on all ranks. Local."""
+    """Return the GPU that has all parameters, or None if there is no such GPU. Local. All ranks
+    return a GPU, or all return None.
+    """
     found = set(ordinals_of(params))
     return found.pop() if len(found) == 1 else None
 
@@ -65,7 +69,8 @@ def step_on(
 ) -> None:
     """Call ``_C.optim_step`` for tensors on a GPU."""
     device = values[0].device
-    # Freed at once: the allocator gives this memory to nobody but later work of the same stream.
+    # The tensor may be freed before the kernels run, because only later work of the same stream
+    # gets this memory from the allocator.
     scratch = torch.empty(len(values) * SCRATCH, dtype=torch.uint8, device=device)
     shared = None if edges is None else torch.from_numpy(edges).to(device)
     _C.optim_step(
@@ -86,8 +91,9 @@ def step_on(
 
 
 def norm_of_units(params: Sequence[Tensor]) -> Tensor | None:
-    """The norm of these parameters' gradients over all ranks, float64 on the GPU, without a host
-    sync; None if they do not all belong to units of one tree. Collective if not None.
+    """Return the norm of these parameters' gradients over all ranks, as a float64 tensor on the
+    GPU, without a host sync. Return None if not all parameters belong to units of one tree.
+    Collective if the result is not None.
     """
     units = {id(unit): unit for unit in map(owner_of, params)}
     if None in units.values():
@@ -103,7 +109,7 @@ def norm_of_units(params: Sequence[Tensor]) -> Tensor | None:
 
 
 def _mask(unit: Any, with_grad: bytes, own: set[int]) -> bytes:
-    """Which of a unit's parameters have a gradient and belong to the optimizer."""
+    """Return a mask of the unit's parameters that have a gradient and belong to the optimizer."""
     mask = bytearray(with_grad)
     for param, _, covers in unit.optim_params:
         if id(param) not in own:
@@ -113,7 +119,7 @@ def _mask(unit: Any, with_grad: bytes, own: set[int]) -> bytes:
 
 
 def sum_squares(grads: list[Tensor]) -> float:
-    """The sum of squares of this rank's gradients. A host sync if some are on a GPU."""
+    """Return the sum of squares of this rank's gradients. The host waits for gradients on a GPU."""
     there = [grad for grad in grads if not grad.is_cpu]
     total = _C.optim_sum_squares([g for g in grads if g.is_cpu], torch.get_num_threads())
     if there:
@@ -123,7 +129,9 @@ def sum_squares(grads: list[Tensor]) -> float:
 
 
 def step_device(param: Tensor) -> torch.device:
-    """Where the state ``step`` of a parameter is: on its GPU, or on the host. Local."""
+    """Return the device of a parameter's state ``step``, which is the GPU that has the parameter,
+    or the host. Local.
+    """
     return param.device if param.device.type == "cuda" else CPU
 
 

@@ -1,10 +1,10 @@
-"""Optimizer states in a file on a disk, stepped part by part through three buffers.
+"""Optimizer states in a file on a disk, which are stepped chunk by chunk through three buffers.
 
-The file has no name (csrc/disk): it ends with the process, however that ends. Each state of each
-parameter is one range of the file, and ``optimizer.state`` shows it as a tensor over a mapping of
-the file, so that state dicts and checkpoints read it through the page cache, which the kernel
-empties as it likes. Steps bypass that cache: while one chunk is stepped in a buffer, the next is
-read and the one before is written.
+The file has no name (csrc/disk), so it disappears when the process ends, even if the process is
+killed. Each state of each parameter is one range of the file. ``optimizer.state`` shows a state as
+a tensor over a mapping of the file, so state dicts and checkpoints read states through the page
+cache, whose memory the kernel may reclaim at any time. Steps bypass the page cache: while one chunk
+is stepped in a buffer, the next chunk is read and the previous chunk is written.
 """
 
 from __future__ import annotations
@@ -27,23 +27,27 @@ from fsdpc.optim._chunks import Store as Chunked
 from fsdpc.optim._chunks import Wishes
 from fsdpc.optim._device import refuse_disk
 
-WIPE_ON_FORK = 18  # of madvise(2); Python 3.14 has no name for this advice
-ROOM = 1 << 22  # bytes by which the file grows for mapped states smaller than an eighth of ROOM
+WIPE_ON_FORK = 18  # MADV_WIPEONFORK of madvise(2), which Python 3.14 does not name
+ROOM = 1 << 22  # bytes of a part of the file that several mapped states share (each < ROOM / 8)
 
 
 class DiskError(RuntimeError):
-    """States on a disk are wrong or mixed, so that no step may start from them."""
+    """States on a disk are damaged, or only some of them belong to the last step, so that no
+    further step is possible.
+    """
 
 
 @dataclass(frozen=True)
 class Disk:
-    """States of an optimizer in a file of ``folder``, on a local disk of this rank's host.
+    """An option that keeps an optimizer's states in a file of ``folder``, on a local disk of this
+    rank's host.
 
-    ``buffer_bytes``: the memory of this rank for all states together, in three buffers.
-    ``masters``: parameters in bfloat16 and float16 get a float32 master and float32 states in the
-    file. ``checksum``: every part that is read must be what was written (CRC-32C).
-    ``io``: "io_uring", "threads" (pread and pwrite), or "auto", which uses threads where the kernel
-    refuses io_uring. ``direct``: bypass the page cache where the file system can.
+    ``buffer_bytes``: the memory that this rank uses for states, which is the size of three buffers
+    together. ``masters``: parameters in bfloat16 and float16 get a float32 master and float32
+    states in the file. ``checksum``: check with CRC-32C that the bytes that are read are those that
+    were written. ``io``: "io_uring", "threads" (pread and pwrite), or "auto", which uses threads
+    where the kernel refuses io_uring. ``direct``: bypass the page cache if the file system permits
+    it.
     """
 
     folder: str | os.PathLike[str]
@@ -62,13 +66,13 @@ class Disk:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one buffer, in whole pages."""
+        """The number of bytes of one buffer, a multiple of the page size."""
         return chunk_bytes_of(self.buffer_bytes)
 
 
 class Mapped(NamedTuple):
-    """A state that is stepped in the mapping of the file: byte ``at`` of ``memory``, byte ``begin``
-    of the file.
+    """A state that is stepped in the mapping of the file. It begins at byte ``at`` of ``memory``,
+    and at byte ``begin`` of the file.
     """
 
     values: Tensor
@@ -78,8 +82,8 @@ class Mapped(NamedTuple):
 
 
 class Store(Chunked):
-    """States in a file of this rank. States of parameters in ``mapped`` pass through no buffers:
-    the kernel reads and writes their pages.
+    """States in a file of this rank. States of parameters in ``mapped`` do not pass through
+    buffers; the operating system reads and writes their pages.
     """
 
     error = DiskError
@@ -92,9 +96,10 @@ class Store(Chunked):
         self.buffers: list[mmap.mmap] = []
         for _ in range(BUFFERS):
             made = mmap.mmap(-1, options.chunk_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            # Without advice, fork() copies pages that a transfer writes; by this advice the child
-            # gets zeroed pages. MADV_DONTFORK leaves a hole in the child: memory mapped there
-            # later would be unmapped with the buffer.
+            # Without this advice, fork() would copy pages into which a transfer is writing. With
+            # this advice, the child gets zeroed pages. MADV_DONTFORK would leave a hole in the
+            # child's address space. When the child then unmaps the buffer, it would also unmap any
+            # memory that was mapped into the hole in the meantime.
             made.madvise(WIPE_ON_FORK)
             self.buffers.append(made)
         folder = os.fspath(options.folder)
@@ -107,14 +112,15 @@ class Store(Chunked):
             )
         self.maps: list[mmap.mmap] = []
         self.whole: dict[tuple[Tensor, str], Mapped] = {}
-        # For the next small state in ``mapped``: a map, its first free byte, its place in the file.
+        # The mapping in which the next small mapped state gets a place, the first free byte of this
+        # mapping, and the mapping's offset in the file.
         self.room: tuple[mmap.mmap | None, int, int] = None, 0, 0
 
     def takes(self, param: Tensor) -> bool:
         return param not in self.mapped
 
     def choose(self, wanted: Wishes) -> None:
-        """Raise ``NotImplementedError`` if a parameter that is stepped is on a GPU."""
+        """Raise ``NotImplementedError`` if a parameter that has a gradient is on a GPU."""
         refuse_disk([param for param, _ in wanted if param.grad is not None])
 
     def _grow(self, begin: int, end: int) -> mmap.mmap:
@@ -129,7 +135,9 @@ class Store(Chunked):
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
 
     def kept(self, param: Tensor, name: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        """The memory of one state of a parameter in ``self.mapped``; zeros if the state is new."""
+        """Return the memory of one state of ``param``, a parameter in ``self.mapped``. A new state
+        is zero.
+        """
         found = self.whole.get((param, name))
         if found is None or (found.values.dtype, found.values.shape) != (dtype, shape):
             count = shape.numel()
@@ -149,8 +157,9 @@ class Store(Chunked):
     def advise(
         self, param: Tensor, name: str, soon: bool, first: int = 0, count: int | None = None
     ) -> None:
-        """Let the kernel read elements of a state that are used ``soon``, or else write them and
-        drop them from memory.
+        """If ``soon``, advise the operating system to read ``count`` elements of a state from
+        ``first`` on, because they will be used. Otherwise, advise it to write these elements and
+        drop them from memory. ``None``: all elements of the state from ``first`` on.
         """
         found = self.whole.get((param, name))
         if found is None:
@@ -166,34 +175,38 @@ class Store(Chunked):
         os.posix_fadvise(_C.disk_info(self.disk)["fd"], found.begin + low, size, advice)
 
     def forget_pages(self) -> None:
-        """Drop what reading states has left in this process's memory."""
+        """Drop the pages of states that earlier reads have mapped into this process's memory."""
         for mapped in self.maps:
             mapped.madvise(mmap.MADV_DONTNEED)
 
     # --- a step ----------------------------------------------------------------------------------
 
     def passes(self, active: Sequence[Tensor]) -> Pass:
-        """A pass over the chunks with states of these parameters, in file order; starts reading."""
-        self.settle()  # reads of a step that ended before its first chunk
+        """Start to read, and return a pass over the chunks that have states of these parameters, in
+        file order.
+        """
+        self.settle()  # if an earlier step failed, its reads may still run
         self.forget_pages()
         return Pass(self, active)
 
     def start(self, write: bool, buffer: int, chunk: Chunk) -> None:
-        """Start reading a chunk into a buffer, or writing it from there."""
+        """Start reading a chunk into a buffer, or writing a chunk from a buffer."""
         _C.disk_start(self.disk, write, buffer, chunk.parts)
 
     def wait(self, buffer: int) -> None:
-        """Wait for the read or write that was started last with the buffer."""
+        """Wait for the last read or write that was started with the buffer."""
         _C.disk_wait(self.disk, buffer)
 
     def settle(self) -> None:
-        """Wait for transfers under way, and ignore their errors."""
+        """Wait for transfers that still run, and ignore their errors."""
         for buffer in range(BUFFERS):
             with suppress(OSError):
                 self.wait(buffer)
 
     def check(self, buffer: int, chunk: Chunk) -> None:
-        """Raise ``DiskError`` if a chunk is not what was written or set since by the program."""
+        """Raise ``DiskError`` if a chunk differs from what was written, unless the program has
+        changed the chunk's states since then.
+        """
         if not self.options.checksum or chunk.crc is None:
             return
         if chunk.versions == self._versions(chunk) and chunk.crc != self._crc(buffer, chunk):
@@ -205,7 +218,7 @@ class Store(Chunked):
             )
 
     def sign(self, buffer: int, chunk: Chunk) -> None:
-        """Remember the checksum of what is going to be written."""
+        """Store the checksum of a chunk that is about to be written."""
         if self.options.checksum:
             chunk.crc, chunk.versions = self._crc(buffer, chunk), self._versions(chunk)
 
@@ -220,13 +233,13 @@ class Store(Chunked):
 
 
 class Pass:
-    """One pass over chunks, three at a time: read, stepped, written."""
+    """One pass over chunks. At any time one chunk is read, one is stepped, and one is written."""
 
     def __init__(self, store: Store, active: Sequence[Tensor]) -> None:
         self.store = store
         self.due = store.due(active)
         self.started = 0
-        self.began = False  # values have been changed
+        self.began = False  # whether this pass has begun to change values
         for _ in range(min(BUFFERS - 1, len(self.due))):
             self._read_next()
 
@@ -236,7 +249,7 @@ class Pass:
             self.started += 1
 
     def run(self, step: Any) -> None:
-        """Call ``step(chunk, buffer)`` with each chunk in memory, and write what it leaves."""
+        """Call ``step(chunk, buffer)`` for each chunk after it was read, then write the buffer."""
         for place, chunk in enumerate(self.due):
             buffer = place % BUFFERS
             self.store.wait(buffer)
@@ -250,6 +263,6 @@ class Pass:
         self.end()
 
     def end(self) -> None:
-        """Wait for everything that was started."""
+        """Wait for all reads and writes that were started."""
         for buffer in range(BUFFERS):
             self.store.wait(buffer)

@@ -1,9 +1,11 @@
-"""States of parameters on a GPU in pinned host memory, stepped part by part on the GPU.
+"""States in pinned host memory for parameters on a GPU, which are stepped chunk by chunk on the
+GPU.
 
-Two buffers of the GPU take chunks of states in turn (``_chunks.py``). While the kernels step one
-chunk in a buffer, the next chunk comes to the other one; a stepped chunk goes back while the next
-one comes, because the two directions of the bus have a stream each. The host queues all that and
-waits for nothing; who takes states out of ``optimizer.state`` waits until the last ones are back.
+Two buffers on the GPU take turns for chunks of states (``_chunks.py``). While the kernels step one
+chunk in a buffer, the next chunk is copied to the other buffer. A stepped chunk is copied back
+while the next chunk is copied to the GPU, because the copies of each direction run on a separate
+stream. The host queues this work and does not wait. A read of ``optimizer.state`` waits until the
+last chunk is back in host memory.
 """
 
 from __future__ import annotations
@@ -32,21 +34,21 @@ from fsdpc.optim._device import gpu_of
 from fsdpc.optim._places import local_of
 
 _WHAT = "optimizer states on their way to host memory"
-_said: list[str] = []  # not empty once this process has given the warning below
+_said: list[str] = []  # not empty once all_in_host_memory has warned
 
 
 @dataclass(frozen=True)
 class Host:
-    """States of parameters on a GPU in pinned memory of this rank's host.
+    """An option that keeps the states of parameters on a GPU in pinned memory of this rank's host.
 
-    ``ratio``: the part of the states' bytes that is there, from 0 to 1; the other states stay on
-    the GPU. Parameters are chosen one by one, in their order, so that at most this part is in host
-    memory. ``buffer_bytes``: GPU memory for the two buffers that states pass through. A step moves
-    the states to the GPU and back: for ``AdamW`` 8 bytes each way per float32 parameter.
-    ``masters``: parameters in bfloat16 and float16 get a float32 master and float32 states, of
-    which ``ratio`` is the part in host memory.
+    ``ratio``: the part of the states' bytes in host memory, from 0 to 1; the other states stay on
+    the GPU. Parameters are chosen one by one, in their order, so that at most this part of the
+    bytes is in host memory. ``buffer_bytes``: GPU memory for the two buffers through which states
+    pass. A step copies the states to the GPU and back: for ``AdamW`` 8 bytes in each direction per
+    element of a float32 parameter. ``masters``: parameters in bfloat16 and float16 get a float32
+    master and float32 states; ``ratio`` applies to masters and states together.
 
-    States of parameters in host memory are there anyway: ``ratio`` changes nothing for them.
+    ``ratio`` has no effect on the states of parameters in host memory, which are always there.
     """
 
     ratio: float = 1.0
@@ -65,12 +67,12 @@ class Host:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one buffer, in whole pages."""
+        """The number of bytes of one buffer, a multiple of the page size."""
         return chunk_bytes_of(self.buffer_bytes, STAGES)
 
 
 def all_in_host_memory(params: Iterable[Tensor]) -> bool:
-    """Whether all parameters are in host memory; if so, warn once per process. Local."""
+    """Return whether all parameters are in host memory. If so, warn once per process. Local."""
     if any(param.is_meta or gpu_of(param) is not None for param in params):
         return False
     if not _said:
@@ -84,11 +86,11 @@ def all_in_host_memory(params: Iterable[Tensor]) -> bool:
 
 
 class HostStore(Store):
-    """States in pinned memory, two buffers on the GPU, and a lane for each direction.
+    """States in pinned memory, with two buffers on the GPU and a ``Lane`` for each direction.
 
-    Work of torch's current stream, of ``incoming`` and of ``outgoing`` is ordered by marks: a chunk
-    comes to a buffer after the chunk before has left that buffer, is stepped after its arrival, and
-    leaves after its step.
+    Marks of the lanes order the work of torch's current stream, of ``incoming`` and of
+    ``outgoing``: a chunk is copied to a buffer after the buffer's previous chunk was copied back,
+    is stepped after it has arrived, and is copied back after its step.
     """
 
     page = ALIGN
@@ -98,16 +100,18 @@ class HostStore(Store):
         self.ratio = options.ratio
         self.masters = options.masters
         self.chosen: dict[Tensor, bool] = {}
-        self.chosen_bytes = (0, 0)  # of states in host memory, and of all
+        self.chosen_bytes = (0, 0)  # bytes of states in host memory, and of all states
         self.buffers: list[Tensor] = []
         self.host_bytes = 0
         self.blocks: list[tuple[int, Tensor]] = []  # (first byte in the layout, pinned memory)
-        self.last = 0  # the mark of the last chunk's way out; 0: none
+        self.last = 0  # the mark of the last copy to host memory; 0: none
 
     # --- where states lie ------------------------------------------------------------------------
 
     def choose(self, wanted: Wishes) -> None:
-        """Choose whose states are here. ``NotImplementedError``: parameters are on two GPUs."""
+        """Choose the parameters whose states are in host memory. ``NotImplementedError``:
+        parameters are on two GPUs.
+        """
         new = [(p, extents) for p, extents in wanted if p.requires_grad and p not in self.chosen]
         if not new:
             return
@@ -161,8 +165,10 @@ class HostStore(Store):
         return memory[offset : offset + count * dtype.itemsize].view(dtype)
 
     def addresses(self, buffer: int, chunk: Chunk) -> Iterator[tuple[int, int, int]]:
-        """For each range of a chunk: address in the buffer, address in host memory, bytes."""
-        if not chunk.parts:  # parameters without elements on this rank
+        """Yield the address in the buffer, the address in host memory and the number of bytes of
+        each range of a chunk.
+        """
+        if not chunk.parts:  # the parameters have no elements on this rank
             return
         there = self.buffers[buffer].data_ptr()
         begin, memory = self.blocks[bisect_right(self.blocks, chunk.parts[0][0], key=_begin) - 1]
@@ -172,12 +178,14 @@ class HostStore(Store):
     # --- a step ----------------------------------------------------------------------------------
 
     def passes(self, active: Sequence[Tensor]) -> Pass | None:
-        """As ``Store.passes``; None: no chunk is to be stepped."""
+        """Return a pass as ``Store.passes`` does, or None if there is no chunk to step."""
         due = self.due(active)
         return Pass(self, due) if due else None
 
     def finish(self) -> None:
-        """Wait for the last chunk's way out: a host sync, unless the host has waited since then."""
+        """Wait until the last chunk is back in host memory. This is a host sync, unless the host
+        has already waited for this chunk.
+        """
         if self.last:
             self.outgoing.finish(self.last, _WHAT)
 
@@ -192,7 +200,7 @@ class HostStore(Store):
             lane.join(lane.mark())
 
     def __del__(self) -> None:
-        self.settle()  # else a transfer could touch memory that is used anew
+        self.settle()  # otherwise a transfer could write to memory that is reused
 
 
 def _begin(block: tuple[int, Tensor]) -> int:
@@ -200,17 +208,21 @@ def _begin(block: tuple[int, Tensor]) -> int:
 
 
 class Pass:
-    """One pass over chunks, two at a time: one arrives, the other is stepped and leaves."""
+    """One pass over chunks. While one chunk is copied to the GPU, another chunk is stepped and
+    copied back.
+    """
 
     def __init__(self, store: HostStore, due: list[Chunk]) -> None:
         self.store = store
         self.due = due
         self.arrived: list[int] = []  # marks of ``incoming``
-        self.began = False  # values have been changed
+        self.began = False  # whether this pass has begun to change values
         self._fetch(STAGES)
 
     def _fetch(self, count: int) -> None:
-        """Queue the next chunks' transfers to the GPU, after all transfers back so far."""
+        """Queue the copies of the next ``count`` chunks to the GPU, behind all copies to host
+        memory that are queued so far.
+        """
         store, first = self.store, len(self.arrived)
         if first == len(self.due):
             return
@@ -223,7 +235,9 @@ class Pass:
             self.arrived.append(store.incoming.mark())
 
     def run(self, step: Any) -> None:
-        """Call ``step(chunk, buffer)`` for each chunk in turn. The host queues all of this."""
+        """Call ``step(chunk, buffer)`` for each chunk in turn. The host queues the work without
+        waiting.
+        """
         store = self.store
         for number, chunk in enumerate(self.due):
             buffer = number % STAGES

@@ -20,33 +20,41 @@ def in_backward(
 ) -> FusedOptimizer:
     """Step each unit of ``model`` in backward, as soon as its gradients are summed over the ranks.
 
-    ``make(model.named_parameters())`` returns an optimizer of ``fsdpc.optim`` over parameters of
-    units; that optimizer is returned. A unit's gradients are gone after its step, and so is their
-    memory: ``.grad`` is None after backward, and 4 bytes per float32 parameter of a shard are free.
-    Steps equal those after backward to the bit. Call ``optimizer.step()`` after each backward as
-    usual: the call ends the step, and a second backward without it is an error. Units that a rank
-    did not run, or that have a communication hook, step when backward has ended.
+    ``make(model.named_parameters())`` must return an optimizer of ``fsdpc.optim`` whose parameters
+    all belong to units. This function returns that optimizer. A unit's gradients and their memory
+    are released after the unit's step, which saves 4 bytes per element of a float32 shard.
+    ``.grad`` is None after backward. The results equal those of steps after backward to the bit.
+    Call ``optimizer.step()`` after each backward as usual. The call ends the step; a second
+    backward before the call is an error. Units that a rank did not run, or that have a
+    communication hook, step when backward has ended.
 
-    On a GPU steps are queued on torch's current stream, without a host sync: on one rank at once,
-    on several when another unit takes the unit's reduce slot (``FSDPC_REDUCE_SLOTS``, 2), since the
-    stream then waits for the unit's sum anyway. The last units, and units of which a rank left
-    parameters unused, step when backward has ended. Units' gradients take turns in one slot of
-    memory for each reduce slot (one on one rank), as large as the largest unit's gradient, where
-    that is less than their sum. ``OutOfMemoryError`` (torch's): a unit, which it names, found all
-    slots held (by gradients that the program keeps, or that wait) and no memory for one more.
-    Units with CPU offload step when the host has queued all of backward: each as soon as its own
-    gradient has arrived, while the GPU computes the others'.
+    On a GPU, steps are queued on torch's current stream, without a host sync. With one rank, a
+    unit's step is queued at once. With several ranks, the step is queued when another unit takes
+    the unit's reduce slot (``FSDPC_REDUCE_SLOTS``, default 2), because the stream then waits for
+    the unit's sum anyway. The last units, and units of which a rank left parameters unused, step
+    when backward has ended.
+
+    On a GPU, the gradients of units take turns in slots of memory, if the slots need less memory
+    than all gradients. There is one slot for each reduce slot, or one slot with a single rank. Each
+    slot is as large as the largest unit's gradient. torch's ``OutOfMemoryError`` is raised if all
+    slots are in use (by gradients that the program keeps, or that wait for their step) and there is
+    no memory for one more slot. The error names the unit that needed a slot.
+
+    On a GPU, units with CPU offload step after the host has queued all of backward. Each of these
+    units steps as soon as its gradient has arrived, while the GPU computes the gradients of other
+    units.
 
     Hyperparameters of ``param_groups`` may change between steps. ``state_dict`` and
-    ``load_state_dict`` are those of the optimizer. Local; all ranks of the units must call it.
+    ``load_state_dict`` are those of the optimizer. Local, but all ranks of the units must call this
+    function.
 
-    What needs all gradients at once is refused: ``RuntimeError`` for clipping (``max_norm=``, and
+    Operations that need all gradients at once raise ``RuntimeError``: clipping (``max_norm=``, and
     torch's and FSDP's functions, which would find no gradients), closures and ``GradScaler`` in
-    ``step``, for ``no_sync``, for a second backward before ``step``, and in backward for a unit
-    that is needed again after its step. ``TypeError``: ``make`` returns another optimizer.
-    ``NotImplementedError``: a parameter is in no unit, a unit has replicas or steps in backward
-    already, or the optimizer measures its steps or communicates in them (``AdamMini``,
-    ``AdamW8bit`` where ranks share blocks).
+    ``step``, ``no_sync``, and a second backward before ``step``. ``RuntimeError`` is also raised if
+    a backward needs a unit again after the unit's step. ``TypeError``: ``make`` returns another
+    kind of optimizer. ``NotImplementedError``: a parameter is in no unit, a unit has replicas or
+    steps in backward already, or the optimizer measures its steps or communicates in them
+    (``AdamMini``, ``AdamW8bit`` where ranks share blocks).
     """
     optimizer = make(model.named_parameters())
     if not isinstance(optimizer, FusedOptimizer):
@@ -94,11 +102,11 @@ def _unit_of(param: Tensor, name: str) -> Any:
 
 
 class _Inside:
-    """Steps the parameters of one unit at a time."""
+    """A callable that steps the parameters of one unit at a time."""
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
         self.optimizer = optimizer
-        self.stepped: set[str] = set()  # names of units, since the last step()
+        self.stepped: set[str] = set()  # names of units that stepped since the last step()
         self._parts: dict[int, list[list[Tensor]]] = {}
         self._known = -1  # the number of parameters when _parts was made
 
@@ -112,13 +120,13 @@ class _Inside:
                 self.stepped.add(unit.name or "(root)")
                 before_write()
                 self.optimizer._step_members(members, Scaling())
-        finally:  # else a later backward would add to gradients that were refused
+        finally:  # after an error, a later backward must not add to these gradients
             for params in parts:
                 for param in params:
                     param.grad = None
 
     def _check(self, name: str) -> None:
-        """Raise ``RuntimeError`` if no step of this unit may be taken now."""
+        """Raise ``RuntimeError`` if this unit must not step now."""
         if name in self.stepped:
             raise RuntimeError(
                 f"unit {name} gets gradients of a second backward before optimizer.step(): an "
@@ -141,7 +149,7 @@ class _Inside:
         return self._parts.get(id(unit), [[] for _ in groups])
 
     def end_step(self, closure: Any, max_norm: float | None) -> None:
-        """Do what is left for ``optimizer.step()``: the units have stepped already."""
+        """Do the rest of ``optimizer.step()`` after the units have stepped in backward."""
         found = getattr(self.optimizer, "found_inf", None)
         refused = {
             "a closure": closure is not None,

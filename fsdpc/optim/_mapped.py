@@ -1,5 +1,6 @@
-"""States of whole matrices in a file. They are stepped in the file's mapping, whose pages the
-kernel reads and writes; states of parameters that AdamW steps pass through buffers (_chunks.py).
+"""States of whole matrices in a file. The states are stepped in the mapping of the file, whose
+pages the operating system reads and writes. States of parameters that AdamW steps pass through
+buffers (_chunks.py).
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from fsdpc.optim._spanned import BlockOptimizer
 
 
 class MappedOptimizer(BlockOptimizer):
-    """An optimizer whose states of matrices may be in a file; see the module."""
+    """An optimizer whose states of matrices may be in a file, see the module's docstring."""
 
     _store: Store | None = None
 
     def _matrices_of(self, param: Tensor, span: ParamSpan) -> tuple[Matrix, ...]:
-        """The matrices of a whole parameter; empty: another rule steps the parameter."""
+        """Return the matrices of a whole parameter. The tuple is empty if another rule steps the
+        parameter.
+        """
         raise NotImplementedError
 
     def _offload(self, where: Disk | Host | None) -> None:
@@ -46,8 +49,9 @@ class MappedOptimizer(BlockOptimizer):
         super()._offload(None if isinstance(where, Host) else where)
 
     def _place_states(self, which: set[int]) -> None:
-        """States of parameters with matrices are stepped in the mapping of the file; states that
-        AdamW steps pass through buffers.
+        """Place the states. States of parameters with matrices get places in the mapping of the
+        file and are stepped there. All other states get places in chunks of the file; AdamW steps
+        these states through buffers.
         """
         assert self._store is not None
         for group in self.param_groups:
@@ -64,7 +68,9 @@ class MappedOptimizer(BlockOptimizer):
         return around(found, param._spec) if isinstance(param, DTensor) else found
 
     def _in_file(self, param: Tensor, name: str, value: Tensor) -> Tensor:
-        """``value``, copied to the state's place in the file if the file has this state."""
+        """Copy ``value`` to the state's place in the file, and return a tensor over this place.
+        Return ``value`` itself if the parameter's states are not mapped.
+        """
         if self._store is None or self._store.takes(param):
             return value
         local = local_of(value.detach())

@@ -1,5 +1,5 @@
-"""Optimizers of matrices, with AdamW for what is no matrix: which parameters are matrices, and how
-they are cut.
+"""The choice of the parameters that an optimizer steps as matrices, and the split of parameters
+into matrices. AdamW steps all other parameters.
 """
 
 from __future__ import annotations
@@ -28,27 +28,29 @@ SplitRule = Mapping[str, Split] | Callable[[str, tuple[int, ...]], Split | None]
 
 
 class MatrixOptimizer(WholeOptimizer):
-    """A rule for matrices; parameters that are no matrices, embeddings and output layers are
-    stepped by AdamW, as by ``fsdpc.optim.AdamW``, in the same groups.
+    """The base class of optimizers with a rule for matrices. Embeddings, output layers and all
+    parameters that are no matrices are stepped as ``fsdpc.optim.AdamW`` does, in the same groups.
 
-    The first of these rules that knows a parameter decides:
+    The first of these rules that gives an answer for a parameter decides:
 
-    1. The group's option ``use_muon`` (``use_soap``, ``use_shampoo``): True takes all its
-       parameters of 2 and 3 dimensions, False none.
+    1. The group's option ``use_muon`` (``use_soap``, ``use_shampoo``): with True all parameters of
+       the group with 2 or 3 dimensions are matrices, with False none.
     2. ``matrices(name, shape)``.
-    3. Names: ``fsdpc._companions.matrices.is_matrix``.
+    3. ``fsdpc._companions.matrices.is_matrix``, which looks at the parameter's name.
     """
 
-    _flag = ""  # the option of a group that says whether its parameters are matrices
-    _of_matrix: tuple[str, ...] = ()  # a matrix's states with one value per element
-    _kinds: dict[int, tuple[Matrix, ...]] | None = None  # by the span's id; empty: AdamW
+    _flag = ""  # the name of the option that says whether a group's parameters are matrices
+    _of_matrix: tuple[str, ...] = ()  # names of a matrix's states with one value per element
+    # The matrices of each span, by the span's id. The tuple is empty if AdamW steps the span.
+    _kinds: dict[int, tuple[Matrix, ...]] | None = None
     _warned = False
     _matrices: Chooser | None = None
     _split: SplitRule | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, local. With ``use_...=False`` the group's ``lr``, ``betas``, ``eps`` and
-        ``weight_decay`` are AdamW's. ``ValueError``: an option is out of range.
+        """Add a group as torch's method does. With ``use_...=False`` the group's ``lr``, ``betas``,
+        ``eps`` and ``weight_decay`` are those of AdamW. ``ValueError``: an option is out of range.
+        Local.
         """
         group = dict(param_group)
         if group.get(self._flag) is False:
@@ -60,7 +62,7 @@ class MatrixOptimizer(WholeOptimizer):
                 group["adamw_weight_decay"] = None
         full = {**self.defaults, **group}
         self._check_options(full)
-        # Kept as a factor, so that schedulers, which write lr, change both.
+        # AdamW's rate is stored as a factor of lr, so that schedulers, which set lr, change both.
         factor = 1.0
         if full["adamw_lr"] is not None:
             if float(full["lr"]) == 0:
@@ -93,15 +95,17 @@ class MatrixOptimizer(WholeOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # loaded from torch's class
+        for group in self.param_groups:  # a state dict of torch's class lacks this option
             group.setdefault("adamw_factor", 1.0)
 
     # --- which parameters are matrices -----------------------------------------------------------
 
     def _matrices_of(self, param: Tensor, span: ParamSpan) -> tuple[Matrix, ...]:
-        """The matrices of a whole parameter; empty: AdamW steps the parameter."""
+        """Return the matrices of a whole parameter. The tuple is empty if AdamW steps the
+        parameter.
+        """
         if self._kinds is None or id(span) not in self._kinds:
-            self._kinds = self._classify()  # new spans, too, if a framework replaced parameters
+            self._kinds = self._classify()  # a framework may have replaced parameters and spans
         return self._kinds[id(span)]
 
     def _classify(self) -> dict[int, tuple[Matrix, ...]]:
@@ -174,8 +178,9 @@ class MatrixOptimizer(WholeOptimizer):
         return bool(found)
 
     def matrix_shapes(self) -> dict[str, list[tuple[int, int]]]:
-        """Shapes of the matrices that the rule takes, by the parameter's name (a number where it
-        has none): AdamW steps the parameters that are not in it. Local.
+        """Return the shapes of the matrices that the rule steps, by the parameter's name, or by a
+        number for a parameter without a name. AdamW steps the parameters that are not in the dict.
+        Local.
         """
         found: dict[str, list[tuple[int, int]]] = {}
         for group in self.param_groups:
@@ -192,7 +197,9 @@ class MatrixOptimizer(WholeOptimizer):
     # --- states ----------------------------------------------------------------------------------
 
     def _lend(self, worker: Any, part: Tensor, *rest: Any) -> None:
-        """AdamW steps what passes through buffers: the worker finds no matrices in slices."""
+        """Let ``worker`` step a slice. AdamW steps all parameters that are cut into slices, so no
+        span of the slice has matrices.
+        """
         super()._lend(worker, part, *rest)
         if worker._kinds is self._kinds:
             worker._kinds = {}
@@ -219,7 +226,7 @@ class MatrixOptimizer(WholeOptimizer):
         self._count(found, {id(stretch.param) for stretch in rest}, scaling)
 
     def _step_rest(self, group: dict[str, Any], rest: list[Stretch], scaling: Scaling) -> None:
-        """Step these stretches by AdamW's rule."""
+        """Step ``rest``, the spans that are not of matrices, by AdamW's rule."""
         given = {name: group[f"adamw_{name}"] for name in ("betas", "eps", "weight_decay")}
         own = {name: group[name] if of is None else of for name, of in given.items()}
         own["lr"] = float(group["lr"]) * group["adamw_factor"]
@@ -230,12 +237,13 @@ class MatrixOptimizer(WholeOptimizer):
 def move(
     values: Tensor, update: Tensor, piece: Piece, factors: Sequence[float], found_inf: Tensor | None
 ) -> None:
-    """Decay a piece of a parameter, and add the update times ``-factors``: one for each of the
-    matrices that stand side by side. Sums are wide, as torch's kernels round narrow sums in another
-    way at the end of a tensor, and bits must not depend on where the piece is.
+    """Apply weight decay to a piece of a parameter, and add the update times ``-factors``.
+    ``factors`` has one factor for each part of the matrix's columns (``Matrix.widths``). Sums are
+    computed in at least float32: torch's kernels round 16-bit sums differently at the end of a
+    tensor, but the results must not depend on where the piece begins and ends.
     """
     group, matrix = piece.member.options, piece.member.matrix
-    lr = group["lr"]  # products with a tensor lr are float32, as in torch
+    lr = group["lr"]  # if lr is a tensor, products are float32, as in torch
     new = values if found_inf is None and values.dtype == torch.float32 else values.clone()
     new.mul_(float(1 - lr * group["weight_decay"]))
     wide = new if new.dtype in (torch.float32, torch.float64) else new.float()
@@ -256,7 +264,7 @@ def move(
 
 
 def cut(rule: SplitRule | None, name: str | None, shape: tuple[int, ...]) -> tuple[Matrix, ...]:
-    """The matrices of a parameter, in the order of their elements."""
+    """Return the matrices of a parameter, in the order of their elements."""
     stack = shape[0] if len(shape) == 3 else 1
     rows, columns = shape[-2:]
     split = split_of(rule, name or "", shape)
@@ -274,7 +282,7 @@ def cut(rule: SplitRule | None, name: str | None, shape: tuple[int, ...]) -> tup
 
 
 def split_of(rule: SplitRule | None, name: str, shape: tuple[int, ...]) -> Split:
-    """A parameter's split; 1: it is one matrix."""
+    """Return the split of a parameter; 1 stands for a parameter that is one matrix."""
     if rule is None:
         return 1
     if callable(rule):
@@ -283,14 +291,14 @@ def split_of(rule: SplitRule | None, name: str, shape: tuple[int, ...]) -> Split
     parts = [each for each in name.split(".") if each not in ADAPTED]
     for key, split in rule.items():
         wanted = key.split(".")
-        ends = (parts, parts[:-1])  # with or without the parameter's own name
+        ends = (parts, parts[:-1])  # the name with and without its last component
         if any(end[-len(wanted) :] == wanted for end in ends):
             return split
     return 1
 
 
 def sizes_of(name: str | None, sizes: Any, size: int) -> tuple[int, ...]:
-    """Sizes of a dimension's parts. ``ValueError``: the parts do not fill the dimension."""
+    """Return the sizes of a dimension's parts. ``ValueError``: they do not fill the dimension."""
     if isinstance(sizes, int):
         if sizes < 1 or size % sizes:
             raise ValueError(f"split of {name!r} into {sizes} equal parts of {size}")

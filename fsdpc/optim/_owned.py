@@ -1,8 +1,11 @@
-"""Matrices that are whole at their owners: what ranks send each other in a step.
+"""The exchange between ranks and owners of matrices in a step. An owner is the rank that gets all
+elements of a matrix.
 
-A rank's pieces of a round's matrices lie in one buffer, by owner; an owner's matrices lie in
-another, by the rank that has the piece. One exchange fills the second from the first, and one the
-first from the second, so a step sends each element once to its owner and once back.
+A step exchanges the matrices in rounds. In a round, a rank's pieces of the round's matrices lie in
+one buffer, ordered by owner. The matrices that a rank owns lie in a second buffer, as pieces
+ordered by the rank that sends them. One exchange fills the second buffers from the first buffers of
+all ranks, and another exchange returns the results. A step thus sends each element once to its
+owner and once back.
 """
 
 from __future__ import annotations
@@ -20,18 +23,18 @@ from fsdpc.optim._places import Group, ParamSpan, local_of
 
 
 class Member(NamedTuple):
-    """A matrix of an optimizer's parameter, and where all ranks have it."""
+    """A matrix of an optimizer's parameter, and the places of its elements on all ranks."""
 
     param: Tensor
-    span: ParamSpan  # this rank's, of the whole parameter with the matrix
+    span: ParamSpan  # this rank's span of the whole parameter that contains the matrix
     matrix: Matrix
     ranks: Sequence[Span]  # every rank's span of that whole parameter
-    options: dict[str, Any]  # of the parameter's group
-    number: int = 0  # of its first width, among all widths of ``param``
-    several: bool = False  # whether ``param`` has more matrices than this
+    options: dict[str, Any]  # the options of the parameter's group
+    number: int = 0  # how many ``Matrix.widths`` the earlier matrices of ``param`` have
+    several: bool = False  # whether ``param`` has several widths or several whole parameters
 
     def piece(self, rank: int) -> tuple[int, int]:
-        """Where a rank's part begins in the matrix, and how many elements it has."""
+        """Return the index in the matrix at which a rank's piece begins, and the piece's size."""
         begin, _, count = self.ranks[rank]
         first = max(begin, self.matrix.begin)
         last = min(begin + count, self.matrix.begin + self.matrix.numel)
@@ -39,20 +42,21 @@ class Member(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """This rank's part of a matrix: elements ``at`` to ``at + count`` of the rank's span, from
-    ``begin`` on in the matrix.
+    """This rank's part of a matrix. It has the elements [at, at + count) of the rank's span, and
+    begins at index ``begin`` of the matrix.
     """
 
     member: Member
     begin: int
     at: int
     count: int
-    place: int  # where it begins in the buffer of pieces
+    place: int  # where the piece begins in the buffer of pieces
 
 
 class Owned(NamedTuple):
-    """A matrix that this rank owns. ``parts``: (place in the buffer, index in the matrix, count) of
-    every rank that has a part.
+    """A matrix that this rank owns. ``parts`` has, for every rank that has a piece of the matrix,
+    the piece's position in the buffer of owned matrices, its first index in the matrix, and its
+    number of elements.
     """
 
     member: Member
@@ -60,7 +64,9 @@ class Owned(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What ranks exchange at one time. ``sent``, ``received``: numbers of elements, by rank."""
+    """One round of the exchange. ``sent``, ``received``: for each rank, the number of elements that
+    this rank sends to it and receives from it.
+    """
 
     pieces: list[Piece]
     owned: list[Owned]
@@ -69,11 +75,12 @@ class Round(NamedTuple):
 
 
 class Route:
-    """The exchange among the ranks of one group, in rounds of about ``ROUND`` elements of each
-    owner, and of about as much work at each. ``work``: each member's; ``lanes``: values per element
-    on the way to the owner (one comes back); ``holders``: only ranks that have elements of a matrix
-    may own the matrix; ``kept``: each member's owner, if this must stay. Frozen parameters have
-    owners, and are exchanged only where ``owners`` are given.
+    """The exchange among the ranks of one group. In each round, an owner gets about ``ROUND``
+    elements, and all owners have about equal work. ``work``: the work of each member; ``lanes``:
+    how many values per element are sent to the owner (one value comes back); ``holders``: whether
+    only ranks that have elements of a matrix may own the matrix; ``owners``: the owner of each
+    member, by default chosen here; ``kept``: for each member, the owner that must not change, or
+    None. Frozen parameters have owners, but are exchanged only if ``owners`` is given.
     """
 
     def __init__(
@@ -93,7 +100,8 @@ class Route:
         if owners is None:
             owners = owners_of(members, work, world, holders, kept)
         self.owners = owners
-        # A rank without elements of an original parameter has no gradient of it, even if others do.
+        # Matrices of which the owner has no elements. Such an owner has no gradient of the whole
+        # parameter, even if other ranks have a gradient.
         self.away = [
             member
             for member, owner in zip(members, owners, strict=True)
@@ -109,8 +117,8 @@ class Route:
             self.rounds.append(_round(of, group.rank))
 
     def learn(self, steps: Mapping[int, int], what: str) -> dict[int, int]:
-        """The ranks' largest values of ``steps``, by the span's id, for matrices of which the owner
-        has no elements. Collective if there are such matrices.
+        """Return, for the matrices in ``away``, the maximum of ``steps`` over the ranks. The keys
+        are the ids of spans. Maxima of 0 are left out. Collective if ``away`` is not empty.
         """
         numbers = np.array([steps.get(id(m.span), 0) for m in self.away], dtype=np.float64)
         self.group.all_reduce(numbers, "max", what)
@@ -123,10 +131,11 @@ class Route:
         apply: Callable[[Member, Tensor], Tensor],
         advise: Callable[[Round, bool], None] = lambda *_: None,
     ) -> Iterator[tuple[Piece, Tensor]]:
-        """Each of this rank's pieces with what ``apply`` made of it, in memory that a later piece
-        may take. ``fill(piece, lanes)`` writes a piece, one row for each lane; ``apply(member,
-        lanes)`` returns a matrix from one for each lane; ``advise(round, soon)`` is called before a
-        round's states are used (``soon``), and afterwards. Collective.
+        """Yield each of this rank's pieces, with that part of the result of ``apply`` that belongs
+        to the piece. The memory of this part may be overwritten when the next piece is requested.
+        ``fill(piece, lanes)`` writes a piece, one row for each lane. ``apply(member, lanes)`` gets
+        a matrix for each lane and returns one matrix. ``advise(round, soon)`` is called before a
+        round's states are used (``soon=True``), and afterwards (``soon=False``). Collective.
         """
         if not self.rounds:
             return
@@ -135,7 +144,7 @@ class Route:
         for number, (pieces, owned, sent, received) in enumerate(self.rounds):
             out, whole, end = begun
             end()
-            if number + 1 < len(self.rounds):  # goes while this round is computed
+            if number + 1 < len(self.rounds):  # send the next round while this round is computed
                 advise(self.rounds[number + 1], True)
                 begun = self._begin(number + 1, dtype, fill)
             given = whole if self.lanes == 1 else whole.new_empty(sum(received))
@@ -148,21 +157,25 @@ class Route:
                 new = apply(member, matrix).reshape(-1)
                 for place, begin, count in parts:
                     given[place : place + count].copy_(new[begin : begin + count])
-            back = out[: sum(sent)]  # over elements that have arrived
+            back = out[: sum(sent)]  # overwrites pieces that have been sent
             self.group.exchange(back, given, sent, received, "matrices from their owners")()
             for piece in pieces:
                 yield piece, back[piece.place : piece.place + piece.count]
             advise(self.rounds[number], False)
 
     def _lanes_at(self, memory: Tensor, place: int, count: int) -> Tensor:
-        """The lanes of ``count`` elements, one lane after the other."""
+        """Return the part of a buffer that has ``count`` elements from element ``place`` on, as a
+        tensor with one row for each lane.
+        """
         at = place * self.lanes
         return memory[at : at + count * self.lanes].view(self.lanes, count)
 
     def _begin(
         self, number: int, dtype: torch.dtype, fill: Callable[[Piece, Tensor], None]
     ) -> tuple[Tensor, Tensor, Callable[[], None]]:
-        """Send a round's pieces to owners; returns pieces, owned memory, what ends the exchange."""
+        """Start to send a round's pieces to their owners. Return the buffer of pieces, the buffer
+        of owned matrices, and a function that waits until the exchange has ended.
+        """
         pieces, _, sent, received = self.rounds[number]
         lanes = self.lanes
         out = torch.empty(lanes * sum(sent), dtype=dtype, device=self.device)
@@ -180,7 +193,9 @@ def owners_of(
     holders: bool,
     kept: Sequence[int | None] | None = None,
 ) -> list[int]:
-    """The owner of each matrix, see ``deal``. Matrices of one stack share the same spans."""
+    """Return the owner of each matrix; see ``deal``. Matrices of the same whole parameter share one
+    list of spans, which is converted to an array only once.
+    """
     ranks = {id(member.ranks): member.ranks for member in members}
     spans = {key: np.array(its) for key, its in ranks.items()}
 
@@ -194,7 +209,7 @@ def owners_of(
 
 
 def _round(of: Sequence[Sequence[Member]], rank: int) -> Round:
-    """What ``rank`` does in a round of these matrices, by owner."""
+    """Return what ``rank`` sends and owns in a round. ``of`` has the round's matrices by owner."""
     world = len(of)
     found = Round([], [Owned(member, []) for member in of[rank]], [0] * world, [0] * world)
     place = 0

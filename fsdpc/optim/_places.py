@@ -1,9 +1,10 @@
-"""Where the elements that an optimizer sees lie in whole parameters, and which ranks share them.
+"""The positions of an optimizer's elements in whole parameters, and the ranks that share a
+parameter.
 
 Random bits and blocks of 256 elements depend on an element's index in the whole parameter, so that
-results are the same on any number of ranks. A sharded parameter of FSDP holds one range of one
-whole parameter (``use_orig_params=True``) or ranges of several behind each other; a DTensor holds
-rows.
+results are the same on any number of ranks. A sharded parameter of FSDP has one range of one whole
+parameter (``use_orig_params=True``), or ranges of several whole parameters one behind the other. A
+DTensor has rows of a whole parameter.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 class ParamSpan(NamedTuple):
     """A ``Span`` of an optimizer's parameter, and the whole parameter whose elements it has.
 
-    ``shape``: the whole parameter's; ``key``: its number among those in the local tensor; ``cuts``:
-    the indices, except 0, at which ranks' spans of it begin; equal on all ranks.
+    ``shape``: the shape of the whole parameter; ``key``: its number among the whole parameters that
+    the optimizer's parameter covers; ``cuts``: the indices, except 0, at which the spans of ranks
+    begin in the whole parameter. These three are equal on all ranks.
     """
 
     begin: int
@@ -50,7 +52,7 @@ class ParamSpan(NamedTuple):
 
 class Group:
     """The ranks that share a parameter: a communicator, a process group, or this rank alone.
-    ``watch``: a communicator of the same ranks, which notices those that are gone.
+    ``watch``: a communicator of the same ranks, which detects ranks that do not take part.
     """
 
     def __init__(self, comm: Any = None, group: Any = None, watch: Any = None) -> None:
@@ -60,7 +62,9 @@ class Group:
 
     @property
     def identity(self) -> int:
-        """A dictionary key, equal for two objects of one group of ranks; 0 for this rank alone."""
+        """A dictionary key that is equal for two objects with the same communicator or process
+        group. The key is 0 for this rank alone.
+        """
         found = self.group if self.comm is None else self.comm
         return 0 if found is None else id(found)
 
@@ -79,7 +83,7 @@ class Group:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def all_reduce(self, values: np.ndarray, op: str, what: str) -> None:
-        """Sum or maximum over the ranks, in place. Collective over the group."""
+        """Replace ``values`` by their sum or maximum over the ranks. Collective over the group."""
         if self.world == 1 or values.size == 0:
             return
         if self.comm is not None:
@@ -96,15 +100,16 @@ class Group:
         out_counts: Sequence[int],
         what: str,
     ) -> Callable[[], None]:
-        """Give each rank its part of ``out``, and take this rank's parts of the others' into
-        ``into``: 1-D tensors of one dtype, cut by the counts. Ends when the result is called; until
-        then neither tensor may be changed. Collective over the group.
+        """Send each rank its part of ``out``, and receive this rank's parts from all ranks in
+        ``into``. Both are 1-D tensors of one dtype; the counts are the sizes of the parts. The
+        exchange ends when the returned function is called; until then, neither tensor may be
+        changed. Collective over the group.
 
-        ``PeerError``, ``CommTimeout``: one of the ranks, which share memory, has not come.
+        ``PeerError``, ``CommTimeout``: the ranks share memory, and a rank does not take part.
         """
         assert self.group is not None, what
         if self.watch is not None and self.watch.one_memory:
-            self.watch.barrier(what)  # ends with an error that names a rank which does not come
+            self.watch.barrier(what)  # raises an error that names a missing rank
         staged = into.is_cuda and dist.get_backend(self.group) == "gloo"
         took, given = (into.cpu(), out.cpu()) if staged else (into, out)
         counts = list(into_counts), list(out_counts)
@@ -118,8 +123,8 @@ class Group:
         return end
 
     def broadcast(self, value: Tensor, owner: int, what: str) -> None:
-        """Give every rank what rank ``owner`` has in ``value``: contiguous, of one shape and dtype
-        on all ranks. Collective over the group.
+        """Copy ``value`` of rank ``owner`` to ``value`` of every rank. The tensor must be
+        contiguous, and have the same shape and dtype on all ranks. Collective over the group.
         """
         if self.world == 1:
             return
@@ -131,8 +136,8 @@ class Group:
             value.copy_(sent)
 
     def sum_on_gpu(self, own: Tensor, what: str) -> Tensor:
-        """The sum over the ranks of a 1-D tensor on a GPU, added alike on all ranks, as work of
-        torch's current stream. Collective over the group.
+        """Return the sum over the ranks of a 1-D tensor on a GPU. All ranks add in the same order.
+        The work is queued on torch's current stream. Collective over the group.
         """
         if self.world == 1:
             return own
@@ -150,8 +155,9 @@ ALONE = Group()
 
 @dataclass
 class Place:
-    """A parameter's spans on this rank. ``every``: one span per whole parameter that the parameter
-    covers on any rank, perhaps empty here; the same number on all ranks of ``group``.
+    """A parameter's spans on this rank. ``every`` has one span for each whole parameter that the
+    parameter covers on any rank of ``group``. A span may be empty on this rank, but the number of
+    spans is the same on all ranks.
     """
 
     every: list[ParamSpan]
@@ -164,7 +170,7 @@ class Place:
 
 
 def local_of(value: Any) -> Tensor:
-    """A DTensor's local tensor, any other tensor itself."""
+    """Return the local tensor of a DTensor, or any other tensor itself."""
     if not isinstance(value, DTensor):
         return value
     with torch.no_grad():
@@ -172,12 +178,12 @@ def local_of(value: Any) -> Tensor:
 
 
 def locals_of(values: list[Tensor]) -> list[Tensor]:
-    """``local_of`` each value. A plain tensor costs one look at its type."""
+    """Return ``local_of`` of each value. For a plain tensor, only the type is checked."""
     return [value if type(value) is Tensor else local_of(value) for value in values]
 
 
 def place_of(param: Tensor) -> Place:
-    """The place of an optimizer's parameter. Local.
+    """Return the place of an optimizer's parameter. Local.
 
     ``NotImplementedError``: ``param`` is a DTensor whose local elements are not whole rows.
     """
@@ -231,8 +237,8 @@ def _place_of_rows(param: DTensor) -> Place:
 
 
 def spans_of_ranks(param: Tensor) -> list[list[Span]]:
-    """For each whole parameter in ``Place.every``, the spans of all ranks, whose ``at`` may differ
-    from ``ParamSpan.at``. Local.
+    """Return the spans of all ranks for each whole parameter in ``Place.every``. In these spans,
+    ``at`` may differ from ``ParamSpan.at``. Local.
     """
     if isinstance(param, DTensor):
         dims = [d for d, p in enumerate(param.placements) if not isinstance(p, Replicate)]
@@ -248,9 +254,9 @@ def spans_of_ranks(param: Tensor) -> list[list[Span]]:
 
 
 def names_of(param: Tensor, given: str | None = None) -> list[str | None]:
-    """The names in the model of the whole parameters in ``Place.every``; None: not known before
-    the first forward. ``given``: the parameter's own name, from which names in a flat one follow.
-    Local.
+    """Return the names that the whole parameters in ``Place.every`` have in the model. A name is
+    None if it is not known before the first forward. ``given``: the name of the optimizer's
+    parameter, from which the names of whole parameters in a flat parameter follow. Local.
     """
     unit = owner_of(param)
     rows = unit.optim_params if unit else ()
@@ -262,20 +268,22 @@ def names_of(param: Tensor, given: str | None = None) -> list[str | None]:
     elif unit.tree is None:
         return [None] * len(covers)
     else:
-        is_root = unit.tree.units[0] is unit and unit.name[:1].isupper()  # named by its class
+        is_root = unit.tree.units[0] is unit and unit.name[:1].isupper()  # its class's name
         prefix = [] if is_root else unit.name.split(".")
     return [".".join([*filter(None, prefix), unit.infos[index].name]) for index in covers]
 
 
 def clean(name: str | None) -> str | None:
-    """A parameter's name without wrappers' parts."""
+    """Return a parameter's name without the components that wrappers add."""
     if name is None:
         return None
     return ".".join(each for each in name.split(".") if each not in WRAPPERS)
 
 
 def group_of(param: Tensor) -> list[Group]:
-    """The groups over which a sum over the parameter's elements must be added. Local."""
+    """Return the groups of ranks over which partial sums must be added up to get the sum over all
+    elements of a parameter. Local.
+    """
     unit = owner_of(param)
     if unit is not None:
         return [Group(comm=unit.groups.shard)]
@@ -289,12 +297,14 @@ def group_of(param: Tensor) -> list[Group]:
 
 
 def by_group(groups: Sequence[Group]) -> list[Group]:
-    """The different groups of more than one rank, in the order of first appearance."""
+    """Return the distinct groups that have more than one rank, in the order of first appearance."""
     return list({group.identity: group for group in groups if group.world > 1}.values())
 
 
 def by_ranks(params: Iterable[Tensor]) -> list[tuple[list[Group], list[Tensor]]]:
-    """Parameters by their ``group_of``, those that this rank has alone first. Local."""
+    """Return the parameters grouped by their ``group_of``. Parameters that only this rank has come
+    first. Local.
+    """
     found: dict[tuple[int, ...], tuple[list[Group], list[Tensor]]] = {(): ([], [])}
     for param in params:
         groups = group_of(param)
@@ -304,14 +314,16 @@ def by_ranks(params: Iterable[Tensor]) -> list[tuple[list[Group], list[Tensor]]]
 
 
 class SharedBlocks:
-    """The blocks that ranks share, with a slot each; their values are combined in one collective
-    per group. Every rank gives the same spans, with the lengths of their blocks, in one order.
+    """The blocks whose elements are on several ranks. Each block has a slot in an array of values.
+    One collective per group combines the ranks' arrays. Every rank must pass the same spans, with
+    the lengths of their blocks, in the same order.
     """
 
     def __init__(self, width: int, spans: Iterable[tuple[Group, ParamSpan, int]]) -> None:
         self.width = width
-        self.groups: dict[int, tuple[Group, int]] = {}  # each with its number of slots
-        self._of: dict[int, tuple[int, int, dict[int, int]]] = {}  # with blocks' slots, by span id
+        self.groups: dict[int, tuple[Group, int]] = {}  # by identity: group, number of slots
+        # By a span's id: the group's identity, a block's length, and the slot of each shared block.
+        self._of: dict[int, tuple[int, int, dict[int, int]]] = {}
         for group, span, length in spans:
             blocks = sorted({cut // length for cut in span.cuts if cut % length})
             if blocks:
@@ -321,16 +333,16 @@ class SharedBlocks:
                 self._of[id(span)] = group.identity, length, slots
 
     def slots_of(self, span: ParamSpan) -> tuple[int, tuple[int | None, int | None]]:
-        """The identity of the group, and the slots of the span's first and last block; ``None``:
-        the block is not shared.
+        """Return the identity of the group, and the slots of the span's first and last block. A
+        slot is None if the block is not shared.
         """
         identity, length, slots = self._of.get(id(span), (0, 1, {}))
         blocks = touched(span, length)
         return identity, (slots.get(blocks[0]), slots.get(blocks[-1]))
 
     def combine(self, op: str, what: str, spans: Sequence[ParamSpan], ends: np.ndarray) -> None:
-        """Combine the ranks' values of shared blocks, at least 0, in place. ``ends``: the values of
-        each span's first and last block, ``(spans, 2, width)``. Collective.
+        """Combine the ranks' values of shared blocks in place. ``ends``: the values of each span's
+        first and last block, none of them negative, of shape ``(spans, 2, width)``. Collective.
         """
         slots = [self.slots_of(span) for span in spans]
         for identity, (group, count) in self.groups.items():

@@ -1,4 +1,4 @@
-"""Loss scaling, clipping and the search for infinities in a step of fsdpc's optimizers."""
+"""Loss scaling, clipping and the check for infinities in a step of fsdpc's optimizers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from fsdpc.optim._table import Table
 
 
 class Scaling(NamedTuple):
-    """Every gradient of a step is divided by ``scale`` and multiplied by ``clip``; on a GPU by what
-    ``control`` has there.
+    """The factors of a step's gradients. Every gradient is divided by ``scale`` and multiplied by
+    ``clip``. On a GPU, the tensors in ``control`` replace these two numbers.
     """
 
     scale: float = 1.0
     clip: float = 1.0
     control: Control = Control()
-    keeps_grads: bool = False  # the memory of gradients stays as it is
-    weight: float | None = None  # by which the pass moves averages; None: it moves none
+    keeps_grads: bool = False  # whether the step must not write to gradients
+    weight: float | None = None  # of new values in averages; None: the pass updates no averages
 
     @property
     def writes_grads(self) -> bool:
-        """True if gradients are divided by a scale, and so written."""
+        """True if the step divides gradients by a scale in their own memory."""
         scaled = self.scale != 1.0 or self.control.grad_scale is not None
         return scaled and not self.keeps_grads
 
@@ -46,21 +46,23 @@ class Scaling(NamedTuple):
         maximize: bool = False,
         nesterov: bool = False,
     ) -> Rule:
-        """The numbers of a group in this step."""
+        """Return the numbers with which this step updates the parameters of ``group``."""
         numbers = (group["lr"], beta1, beta2, eps, group["weight_decay"], self.scale, self.clip)
         flags = (decoupled, maximize, nesterov)
         return Rule(*map(float, numbers), *flags, keeps_grads=self.keeps_grads)
 
 
 class Check(NamedTuple):
-    """A search for infinities that a scaler leaves to the step, which reads all gradients."""
+    """A check for infinities that a scaler leaves to the step, because the step reads all gradients
+    anyway.
+    """
 
     found: Tensor  # 1 if any rank has an infinity, else 0
     agree: Callable[[], None]  # puts the ranks' maximum into ``found``
 
 
 class Rule(NamedTuple):
-    """The numbers of a group, in the order of ``_C.optim_step``."""
+    """The numbers with which a step updates a group, in the order that ``_C.optim_step`` needs."""
 
     lr: float
     beta1: float
@@ -80,31 +82,31 @@ class Rule(NamedTuple):
 class Members(NamedTuple):
     """The parameters of a group that have a gradient, with their memory."""
 
-    params: list[Tensor]  # as the user passed them
+    params: list[Tensor]  # the parameters that the user passed
     values: list[Tensor]  # contiguous
     grads: list[Tensor]  # contiguous, in the same order of elements
-    copies: list[tuple[Tensor, Tensor]]  # (parameter, contiguous copy that replaces its values)
+    copies: list[tuple[Tensor, Tensor]]  # (parameter, contiguous copy that the step uses)
 
 
 class ScaledSteps(Optimizer):
-    """Base class of steps that divide gradients by a loss scale, clip them, and look for
-    infinities in them.
+    """The base class of optimizers whose steps divide gradients by a loss scale, clip gradients,
+    and check gradients for infinities.
     """
 
     _check: Check | None = None
-    last_norm: Tensor | None = None  # of the gradients, in the last step that clipped
-    _inside: Any = None  # what steps units in backward, see _in_backward.py
+    last_norm: Tensor | None = None  # the norm of gradients in the last step with max_norm
+    _inside: Any = None  # the object that steps units in backward, see _in_backward.py
     _table: Table | None = None
 
     def _steps_plainly(self) -> bool:
-        """False if a subclass has a ``step`` of its own, which may do more than this one's.
-        Local.
+        """Return False if a subclass overrides ``step``, because that method may do more than this
+        class's ``step``. Local.
         """
         raise NotImplementedError
 
     def _sees_gradients_first(self) -> bool:
-        """False where code of a program runs between a scaler's check and a step: hooks, and a step
-        of a subclass, which may change gradients or read ``found_inf``.
+        """Return False if code of the program runs between a scaler's check and the step: a hook or
+        a subclass's ``step``, which may change gradients or read ``found_inf``.
         """
         if not self._steps_plainly():
             return False
@@ -114,7 +116,9 @@ class ScaledSteps(Optimizer):
     def _scaling_on_host(
         self, parts: list[tuple[list[Group], float]], max_norm: float | None, grad_scale: Any
     ) -> Scaling:
-        """A step's scaling on the host. ``parts``: ``_squares``. Collective with ``max_norm``."""
+        """Return the scaling of a step on the host. ``parts``: sums of squares of gradients, as
+        ``_squares`` returns them. Collective with ``max_norm``.
+        """
         scale = 1.0 if grad_scale is None else float(grad_scale)
         if max_norm is None:
             return Scaling(scale)
@@ -125,9 +129,10 @@ class ScaledSteps(Optimizer):
         return Scaling(scale, clip, keeps_grads=True)
 
     def leave_check(self, found: Tensor | None, agree: Callable[[], None] | None = None) -> bool:
-        """For a scaler: True if the next step itself looks for infinities in its gradients and
-        changes nothing if a rank finds one. The step sets ``found`` to 1 or 0, and ``agree`` makes
-        that the ranks' maximum. ``found`` None: the next step does not look. Local.
+        """Let the next step do a scaler's check for infinities, if this is possible. Return True if
+        the next step checks its gradients, and changes nothing if a rank finds an infinity. That
+        step sets ``found`` to 1 or 0 and calls ``agree``, which replaces ``found`` by the maximum
+        over the ranks. If ``found`` is None, the next step does not check. Local.
         """
         self._check = None
         if found is None or agree is None or self._inside is not None:
@@ -146,26 +151,29 @@ class ScaledSteps(Optimizer):
     def _checked(
         self, parts: list[tuple[list[Group], float]], finite: Callable[[], bool]
     ) -> Tensor:
-        """Do the scaler's check; 1 if a gradient of any rank is not finite. ``finite``: asked if a
-        sum of squares is not finite. Collective over the scaler's ranks.
+        """Do the scaler's check. Return 1 if a gradient of any rank is not finite, else 0.
+        ``finite`` checks this rank's gradients one by one; it is called only if a sum of squares is
+        not finite. Collective over the scaler's ranks.
         """
         check, self._check = self._check, None
         assert check is not None
         good = all(math.isfinite(part) for _, part in parts) or finite()
         check.found.fill_(0.0 if good else 1.0)
         check.agree()
-        if hasattr(self, "found_inf"):  # the scaler's, which hooks after the step may read
+        if hasattr(self, "found_inf"):  # set by the scaler; hooks after the step may read it
             self.found_inf = check.found
         return check.found
 
     def _is_on_gpu(self) -> bool:
-        """True if one GPU holds all parameters. Equal on all ranks. Local."""
+        """Return True if one GPU has all parameters. Equal on all ranks. Local."""
         return only_gpu([p for group in self.param_groups for p in group["params"]]) is not None
 
     def _scaling_on_gpu(
         self, members: list[Members], max_norm: float | None, grad_scale: Any, found_inf: Any
     ) -> Scaling:
-        """What a step of parameters on one GPU reads there. Collective with ``max_norm``."""
+        """Return the scaling of a step whose parameters are all on one GPU, as tensors on that GPU.
+        Collective with ``max_norm``.
+        """
         params = [p for group in self.param_groups for p in group["params"]]
         device = params[0].device
 
@@ -187,7 +195,9 @@ class ScaledSteps(Optimizer):
         return Scaling(control=control, keeps_grads=max_norm is not None)
 
     def _squares(self, members: list[Members]) -> list[tuple[list[Group], float]]:
-        """Sums of squares of this rank's gradients, by the groups with other elements. Local."""
+        """Return sums of squares of this rank's gradients. Each sum comes with the groups of ranks
+        that have other elements of the same parameters. Local.
+        """
         pairs = (zip(found.params, found.grads, strict=True) for found in members)
         grads = {id(param): grad for each in pairs for param, grad in each}
         params = (param for group in self.param_groups for param in group["params"])
@@ -202,13 +212,13 @@ def is_set(found: Any) -> bool:
 
 
 def are_finite(members: list[Members]) -> bool:
-    """Whether all elements of gradients are finite. A host sync if some are on a GPU."""
+    """Return whether all gradients are finite. The host waits for gradients on a GPU."""
     return all(bool(grad.isfinite().all()) for found in members for grad in found.grads)
 
 
 def _over_ranks(parts: list[tuple[list[Group], float]]) -> float:
-    """The sum over all ranks: ranks of a group hold different elements, replicas count once.
-    Collective.
+    """Return the sum of ``parts`` over all ranks. The ranks of a group have different elements;
+    replicas are counted once. Collective.
     """
     total = 0.0
     for groups, part in parts:

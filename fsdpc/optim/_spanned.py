@@ -1,4 +1,4 @@
-"""Optimizers whose result depends on where an element lies in its whole parameter."""
+"""Base classes of optimizers whose result depends on the index of an element in its parameter."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from fsdpc.optim._scaling import Members, Rule, Scaling
 
 
 class Stretch(NamedTuple):
-    """A span of a parameter with its memory on this rank."""
+    """A span of a parameter, with the memory of its values and gradients on this rank."""
 
     param: Tensor
     span: ParamSpan
-    key: int  # the same on all ranks, different for each whole parameter
+    key: int  # a number that identifies the whole parameter, and is the same on all ranks
     value: Tensor
     grad: Tensor
 
 
 class Blocks(NamedTuple):
-    """State values, each of which belongs to ``length`` consecutive elements of a whole parameter.
-    ``values``: 1-D, one per block that a span touches; equal on all ranks that share a block.
+    """State values, each of which belongs to a block of ``length`` consecutive elements of a whole
+    parameter. ``values`` is 1-D and has one value for each block that this rank's span touches.
+    All ranks that share a block have the same value for the block.
     """
 
     values: Tensor
@@ -35,7 +36,9 @@ class Blocks(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A state that one rank keeps whole. ``values``: the state on that rank, None on others."""
+    """A state that one rank keeps as a whole. ``values`` is the state on that rank and None on
+    other ranks.
+    """
 
     values: Tensor | None
     dtype: torch.dtype
@@ -43,7 +46,7 @@ class Held(NamedTuple):
 
 
 class SpannedOptimizer(FusedOptimizer):
-    """An optimizer that steps span by span, see ``ParamSpan``."""
+    """An optimizer that steps each ``ParamSpan`` of a parameter separately."""
 
     _known: dict[Tensor, Place] | None = None
     _order: dict[Tensor, int] | None = None
@@ -53,7 +56,7 @@ class SpannedOptimizer(FusedOptimizer):
         self._known = self._order = None
 
     def _place(self, param: Tensor) -> Place:
-        """The place of a parameter, computed once."""
+        """Return a parameter's ``Place``, which is computed only once for each parameter."""
         if self._known is None:
             self._known = {}
         if param not in self._known:
@@ -61,8 +64,8 @@ class SpannedOptimizer(FusedOptimizer):
         return self._known[param]
 
     def states_device(self, param: Tensor) -> torch.device:
-        """Where a checkpoint makes a parameter's states: offloaded ones in host memory, from where
-        they go to their place. Local.
+        """Return the device on which a checkpoint must make a parameter's states. Offloaded states
+        are made in host memory and then copied to their places. Local.
         """
         if self._store is not None and not self._store.knows(param):
             self._place_states(set())
@@ -72,7 +75,7 @@ class SpannedOptimizer(FusedOptimizer):
         return CPU if self._store is not None and self._store.takes(param) else param.device
 
     def _spans(self, param: Tensor) -> list[ParamSpan]:
-        """The spans that a step goes through."""
+        """Return the spans of a parameter that a step updates."""
         return self._place(param).spans
 
     def _lend(
@@ -86,7 +89,7 @@ class SpannedOptimizer(FusedOptimizer):
         return self._number(param) << 32 | span.key
 
     def _number(self, param: Tensor) -> int:
-        """The parameter's position in the optimizer."""
+        """Return the parameter's position in the optimizer."""
         if self._order is None or param not in self._order:
             all_params = (p for group in self.param_groups for p in group["params"])
             self._order = {p: number for number, p in enumerate(all_params)}
@@ -103,7 +106,9 @@ class SpannedOptimizer(FusedOptimizer):
     def _states_of(
         self, stretches: Sequence[Stretch], names: Sequence[str]
     ) -> tuple[list[Tensor], ...]:
-        """For each name the stretches' elements of that state, which is shaped as its parameter."""
+        """Return, for each state name, a list with each stretch's elements of that state. The
+        states must have the shape of their parameter.
+        """
         return tuple([part(self.state[s.param][name], s.span) for s in stretches] for name in names)
 
     def _run_over(
@@ -116,7 +121,9 @@ class SpannedOptimizer(FusedOptimizer):
         lengths: Sequence[int] | None = None,
         edges: Any = None,
     ) -> None:
-        """``_run`` for stretches. ``lengths``: of each one's blocks, if the rule needs places."""
+        """Call ``_run`` for stretches. ``lengths``: the length of each stretch's blocks, or None if
+        the rule does not depend on the positions of elements in whole parameters.
+        """
         steps = [self.state[stretch.param]["step"] for stretch in stretches]
         places = None
         if lengths is not None:
@@ -126,20 +133,22 @@ class SpannedOptimizer(FusedOptimizer):
 
 
 class BlockOptimizer(SpannedOptimizer):
-    """An optimizer whose states are not tensors of the parameter's shape. For checkpoints it has
+    """An optimizer whose states are not tensors of the parameter's shape. It has these methods for
+    checkpoints. Their results have one item for each span in ``Place.every``:
 
-    - ``span_forms(param)``: for each of ``Place.every``, the dtype of every state tensor and how
-      many elements share a value, or its shape if one rank keeps it whole, by name: the same on all
-      ranks;
-    - ``span_states(param)``: for each, its state with ``step``: 1-D tensors, ``Blocks`` where
-      more than one element shares a value, and ``Held``; ``{}`` without elements here, or before
-      the first step;
-    - ``span_owned(param)``: for each, the names of the states that this rank keeps whole;
-    - ``spans_counted(param)``: for each, whether its state has ``step``;
-    - ``take_span_states(param, states)``: sets such states, with tensors for ``Blocks``. Local.
+    - ``span_forms(param)`` returns a dict from the name of each state tensor to (dtype, number of
+      elements that share a value). If one rank keeps the state as a whole, the dict has (dtype,
+      shape) for it. The result is the same on all ranks.
+    - ``span_states(param)`` returns the states, including ``step``. A state is a 1-D tensor, a
+      ``Blocks`` if several elements share a value, or a ``Held``. The item is ``{}`` before the
+      first step, and if the span has no elements on this rank.
+    - ``span_owned(param)`` returns the names of the states that this rank keeps as a whole.
+    - ``spans_counted(param)`` returns whether the span's state has ``step``.
+    - ``take_span_states(param, states)`` sets the states that ``span_states`` returns, but gets
+      tensors in place of ``Blocks`` and ``Held``. Local.
     """
 
-    keeps_whole_states = False  # each at one rank; fsdpc.checkpoint needs to know
+    keeps_whole_states = False  # whether there are ``Held`` states; fsdpc.checkpoint reads this
 
     def state_dict(self) -> dict[str, Any]:
         packed = super().state_dict()
@@ -151,7 +160,7 @@ class BlockOptimizer(SpannedOptimizer):
         return packed
 
     def _expanded(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """The state as ``state_dict`` has it: with tensors of the parameter's shape."""
+        """Return a parameter's state for ``state_dict``: its tensors have the parameter's shape."""
         return state
 
     def span_forms(self, param: Tensor) -> list[dict[str, Any]]:
@@ -186,18 +195,20 @@ class BlockOptimizer(SpannedOptimizer):
         return [True] * len(self._place(param).every)
 
     def _span_values(self, param: Tensor, state: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
-        """For each span with elements here, the state tensors that ``span_forms`` names, 1-D."""
+        """Yield, for each span with elements on this rank, the state tensors that ``span_forms``
+        names, as 1-D tensors.
+        """
         raise NotImplementedError
 
 
 def members_of(stretches: Sequence[Stretch]) -> Members:
-    """Stretches in the form that a step takes."""
+    """Return the stretches as ``Members``, which is the form that a step takes."""
     values, grads = [s.value for s in stretches], [s.grad for s in stretches]
     return Members([s.param for s in stretches], values, grads, [])
 
 
 def part(value: Tensor, span: ParamSpan) -> Tensor:
-    """A span's elements of a contiguous local tensor."""
+    """Return a span's elements of a contiguous local tensor."""
     value = local_of(value)
     if span.count == value.numel():
         return value

@@ -1,4 +1,4 @@
-"""Norms and largest values of gradients, weights and updates, from the step that reads them."""
+"""Norms and largest values of gradients, weights and updates, measured by an optimizer's step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fsdpc._engine.writeback import owner_of
 from fsdpc.optim._device import ordinals_of
 from fsdpc.optim._places import by_group, by_ranks, clean, names_of
 
-MEASURES = 6  # (sum of squares, largest magnitude) of gradients, weights, updates: optim.h
+MEASURES = 6  # sum of squares and largest magnitude of gradients, of weights and of updates
 
 
 class Statistics(NamedTuple):
-    """2-norms and largest magnitudes of all elements of a parameter or a unit, over all ranks. A
-    magnitude is infinite where a value is not finite.
+    """2-norms and largest magnitudes of all elements of a parameter or a unit, over all ranks. The
+    largest magnitude is infinite if a value is not finite.
     """
 
     grad_norm: float
@@ -28,25 +28,27 @@ class Statistics(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One step's statistics. A flat parameter (``use_orig_params=False``) has its unit's row."""
+    """The statistics of one step. A flat parameter (``use_orig_params=False``) counts as one
+    parameter.
+    """
 
-    step: int  # calls of ``step`` since ``measure``
+    step: int  # the number of calls of ``step`` since ``measure``
     parameters: dict[str, Statistics]
-    units: dict[str, Statistics]  # by the unit's name; without units by the module's name
+    units: dict[str, Statistics]  # by the name of the unit, or of the module if not sharded
 
 
 class Meter:
-    """Measures each ``every``-th step of an optimizer."""
+    """A meter that measures each ``every``-th step of an optimizer."""
 
     def __init__(self, optimizer: Any, every: int) -> None:
         self.optimizer, self.every = optimizer, every
         self.steps = 0
-        self.on = False  # the step under way is measured
+        self.on = False  # whether the present step is measured
         self.found: Measured | None = None
         self._rows: dict[Tensor, np.ndarray] = {}
 
     def begin(self) -> bool:
-        """Called when a step begins; returns whether the step is measured."""
+        """Count a step that begins, and return whether the step is measured."""
         self.steps += 1
         self.on = self.steps % self.every == 0
         if self.on:
@@ -58,11 +60,13 @@ class Meter:
         return self.on
 
     def add(self, param: Tensor, measures: np.ndarray) -> None:
-        """Add measures of a part of a parameter, in the order of ``MEASURES``."""
+        """Add the measures of a part of a parameter, in the order of ``MEASURES``."""
         _add(self._rows[param], measures)
 
     def add_matrix(self, param: Tensor, grad: Tensor, new: Tensor, old: Tensor) -> None:
-        """``add`` from values before and after a step of a matrix, which C does not measure."""
+        """Add the measures of a matrix, computed from its values before and after the step. The C
+        code does not measure steps of matrices.
+        """
         measures = np.zeros(MEASURES)
         for what, value in enumerate((grad, new, new - old)):
             wide = value.double()
@@ -71,7 +75,9 @@ class Meter:
         self.add(param, measures)
 
     def end(self, scale: float) -> None:
-        """Reduce over the ranks; gradients in memory were multiplied by ``scale``. Collective."""
+        """End a measured step: reduce the measures over the ranks and make ``found``. ``scale`` is
+        the loss scale, by which gradients in memory were multiplied. Collective.
+        """
         self.on = False
         self._reduce()
         parameters: dict[str, np.ndarray] = {}
@@ -96,7 +102,9 @@ class Meter:
         self._rows = {}
 
     def _reduce(self) -> None:
-        """Reduce over ranks: one sum and one maximum for parameters that the same ranks share."""
+        """Reduce the measures over the ranks, with one sum and one maximum for all parameters that
+        the same ranks share.
+        """
         for groups, params in by_ranks(self._rows):
             rows = [self._rows[param] for param in params]
             every = np.array(rows).reshape(-1, MEASURES)

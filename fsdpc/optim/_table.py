@@ -1,8 +1,8 @@
-"""Steps of parameters in host memory by a table in C, without a line of Python for each of them.
+"""Steps of parameters in host memory by a table in C, without Python code for each parameter.
 
-A table is made by a step that went the long way (``FusedOptimizer._members`` and what follows) and
-serves the next ones as long as everything is where that step found it: csrc/py/optim/
-py_optim_table.c.
+A step on the slow path (``FusedOptimizer._members`` and the code after it) makes a table. Later
+steps use the table as long as all tensors are where that step found them; see
+csrc/py/optim/py_optim_table.c.
 """
 
 from __future__ import annotations
@@ -19,31 +19,33 @@ from fsdpc._engine.device import stand_in
 from fsdpc.optim._chunks import AVERAGE
 from fsdpc.optim._places import Group, by_ranks
 
-# After more steps in a row than this that no table could do, only each eighth step makes a new
-# table.
+# After more than this number of successive steps without a usable table, only each eighth step
+# makes a new table.
 PATIENCE = 8
 PARAMS, GRADS, COPIES = range(3)
 
 
 class Table:
-    """The members of one optimizer's steps. Local."""
+    """The tensors of one optimizer's steps, in a table of the C code. Local."""
 
     def __init__(self, optimizer: Any, core: Any, kept: Any, parts: list[list[Group]]) -> None:
         self.core = core
-        self.kept = kept  # objects whose addresses the table has
-        self.parts = parts  # the groups of ranks over which each part of the norm is summed
+        self.kept = kept  # keeps objects alive whose addresses the table has
+        self.parts = parts  # for each part of the norm, the groups of ranks that sum it
         self.names = names_of(optimizer)
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self.all_params = None if any(isinstance(p, DTensor) for p in params) else params
-        self.count = 0  # how many parameters the step under way changes
+        self.count = 0  # how many parameters the present step changes
 
     def read(self, optimizer: Any) -> bool:
-        """Read the tensors of a step. False: the step must go the long way. True: call ``end``."""
+        """Read the tensors of a step. Return False if the step must take the slow path. If the
+        result is True, the caller must call ``end`` after the step.
+        """
         if self.names != names_of(optimizer):
             return False
         params = [group["params"] for group in optimizer.param_groups]
         count = _C.optim_table_read(self.core, params, optimizer.state)
-        if count < 0:  # perhaps as another thread's step is under way: its count stays
+        if count < 0:  # keep self.count: a step of another thread may be using it
             return False
         self.count = count
         return True
@@ -53,7 +55,9 @@ class Table:
         _C.optim_table_end(self.core)
 
     def squares(self) -> list[tuple[list[Group], float]]:
-        """The sums of squares of this rank's gradients, each with the groups that add it up."""
+        """Return sums of squares of this rank's gradients. Each sum comes with the groups of ranks
+        over which it must be added up.
+        """
         threads = torch.get_num_threads()
         return [
             (groups, _C.optim_table_squares(self.core, part, threads))
@@ -61,11 +65,13 @@ class Table:
         ]
 
     def are_finite(self) -> bool:
-        """Whether all elements of the gradients are finite."""
+        """Return whether all elements of the gradients are finite."""
         return all(bool(grad.isfinite().all()) for grad in self.changed(GRADS))
 
     def changed(self, which: int) -> list[Tensor]:
-        """What the step changes: parameters and their local tensors, gradients, or copies."""
+        """Return the tensors that the step changes. ``which``: ``PARAMS`` (parameters and their
+        local tensors), ``GRADS`` or ``COPIES``.
+        """
         params = self.all_params
         if which == PARAMS and params is not None and self.count == len(params):
             return params
@@ -73,8 +79,8 @@ class Table:
 
 
 def names_of(optimizer: Any) -> list[tuple[str | None, tuple[str, ...], str | None]]:
-    """For each group the names of the states in a step: the counter of steps, states of one value
-    per element, and the average.
+    """Return the names of the states that a step of each group uses: the step counter, the states
+    with one value per element, and the average.
     """
     average = None if optimizer._fsdpc_average is None else AVERAGE
     groups = optimizer.param_groups
@@ -82,7 +88,7 @@ def names_of(optimizer: Any) -> list[tuple[str | None, tuple[str, ...], str | No
 
 
 def table_of(optimizer: Any) -> Table | None:
-    """A table for the next steps, or None where they must go the long way."""
+    """Return a table for the next steps, or None if these steps must take the slow path."""
     if optimizer._kind is None or optimizer._store is not None or stand_in():
         return None
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -104,6 +110,6 @@ def table_of(optimizer: Any) -> Table | None:
     ]
     try:
         core = _C.optim_table(Tensor, DTensor, groups, optimizer.state, places, listed)
-    except (TypeError, BufferError, NotImplementedError):  # the long way says what is wrong
+    except (TypeError, BufferError, NotImplementedError):  # the slow path raises a clear error
         return None
     return Table(optimizer, core, (params, listed), [groups for groups, _ in parts])

@@ -1,9 +1,9 @@
-"""Optimizers whose rule needs a parameter, or a matrix of one, whole.
+"""Optimizers whose rule needs all elements of a parameter, or of a matrix in a parameter.
 
-Each matrix is whole at one rank for a moment of a step, its owner. A class says which matrices a
-parameter has (``_matrices_of``), what ranks send the owner of their parts (``_give``), the rule
-(``_rule``), and what ranks do with what the owner returns (``_take``). States of a matrix as a
-whole stay at the owner, see ``_held_forms``.
+During a step, one rank has all elements of a matrix; this rank is the owner of the matrix. A
+subclass defines the matrices of a parameter (``_matrices_of``), the values that ranks send to the
+owner (``_give``), the rule (``_rule``), and what ranks do with the owner's result (``_take``).
+States that belong to a matrix as a whole stay at the owner, see ``_held_forms``.
 """
 
 from __future__ import annotations
@@ -28,60 +28,70 @@ Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class WholeOptimizer(MappedOptimizer):
-    """See the module. A step is collective over the ranks that share matrices, and every rank must
-    call ``step`` as often as the others. All ranks deal out ownership alike, by the rule's cost.
+    """The base class of optimizers whose rule needs whole matrices, see the module's docstring. A
+    step is collective over the ranks that share matrices, and every rank must call ``step`` the
+    same number of times. All ranks compute the same owners, from the cost of the rule.
 
-    ``state_dict()`` has the states of all owners on every rank, in the shapes that one process
-    has, and is collective; so is ``load_state_dict``, which leaves each state at its owner.
+    ``state_dict()`` returns the states of all owners on every rank, in the shapes that they have in
+    one process, and is collective. ``load_state_dict`` is also collective, and keeps each state
+    only at its owner.
     """
 
-    _lanes = 1  # values per element that go to the owner
-    keeps_whole_states = True  # states of whole matrices stay at owners
-    _owners_hold = True  # owners have elements of their matrices: less travels, work is less even
+    _lanes = 1  # the number of values per element that are sent to the owner
+    keeps_whole_states = True  # whether the states of whole matrices stay at owners
+    # Whether an owner must have elements of its matrix. If so, ranks send less, but the work of the
+    # ranks may differ more.
+    _owners_hold = True
     _routes: list[Route] | None = None
-    _owners: dict[tuple[Tensor, int], int] | None = None  # states' ranks, by parameter and matrix
-    _local: dict[Tensor, list[Piece]] | None = None  # matrices that this rank has alone
+    # The rank that keeps the states of each matrix. The key is (parameter, ``Member.number``).
+    _owners: dict[tuple[Tensor, int], int] | None = None
+    _local: dict[Tensor, list[Piece]] | None = None  # matrices that only this rank has
     _here: dict[Tensor, list[Member]] | None = None  # the matrices that this rank owns
     _trained: list[tuple[int, int, bool]] | None = None
-    _counts: dict[Tensor, int] | None = None  # steps done, kept here so that no GPU is asked
+    _counts: dict[Tensor, int] | None = None  # steps of each parameter, read without a GPU sync
     _group_of: dict[Tensor, dict[str, Any]] | None = None
 
     # --- what a rule says ------------------------------------------------------------------------
 
     def _work(self, member: Member) -> int:
-        """The cost of a step of a matrix, up to a factor."""
+        """Return the cost of a step of a matrix, up to a constant factor."""
         return member.matrix.work
 
     def _wire(self, param: Tensor) -> torch.dtype:
-        """The dtype of what ranks and owners send each other."""
+        """Return the dtype of the values that ranks and owners send each other."""
         return torch.float64 if param.dtype == torch.float64 else torch.float32
 
     def _give(self, stretch: Stretch, piece: Piece, scaling: Scaling, lanes: Tensor) -> None:
-        """Write to ``lanes``, row by row, what the owner needs of a piece: here the gradient."""
+        """Write to ``lanes`` the values that the owner needs for a piece. ``lanes`` has ``_lanes``
+        rows, each with one value per element. By default, the only row is the gradient.
+        """
         lanes[0].copy_(scaled(piece_of(stretch.grad, piece), scaling))
 
     def _rule(
         self, options: Mapping[str, Any], step: int, held: dict[str, Tensor], *lanes: Tensor
     ) -> Tensor:
-        """Step a matrix at its owner; returns what ``_take`` gets, of the matrix's shape.
-        ``held``: the states of ``_held_forms``, to be changed or replaced; empty in the first step.
+        """Step a matrix at its owner. Return a tensor of the matrix's shape, whose pieces are
+        passed to ``_take``. ``held``: the states of ``_held_forms``, which this method changes or
+        replaces; empty in the first step.
         """
         raise NotImplementedError
 
     def _take(self, stretch: Stretch, piece: Piece, new: Tensor, scaling: Scaling) -> None:
-        """Change a piece of a parameter by what the owner returned."""
+        """Update a piece of a parameter with the owner's result."""
         raise NotImplementedError
 
     def _held_forms(
         self, options: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Forms:
-        """Dtype and shape of the states of a matrix that stay at its owner. ``dtype``: the
-        parameter's.
+        """Return the dtype and shape of each state that stays at a matrix's owner. ``dtype``: the
+        dtype of the parameter.
         """
         return {}
 
     def _of_span(self, param: Tensor, span: ParamSpan) -> tuple[str, ...]:
-        """Names of the states with one value per element, which lie beside the parameter."""
+        """Return the names of the states with one value per element, which are sharded as the
+        parameter is.
+        """
         return ()
 
     # --- states on a disk ------------------------------------------------------------------------
@@ -91,7 +101,7 @@ class WholeOptimizer(MappedOptimizer):
         return [whole_extent(param, states)]
 
     def _settle(self, param: Tensor) -> None:
-        """Take states that were loaded, or set by the user, into the file."""
+        """Copy states that were loaded, or set by the user, into the file."""
         state = self.state.get(param, {})
         names = {*self._names_of(param)}
         for member in self._owned(param):
@@ -101,7 +111,9 @@ class WholeOptimizer(MappedOptimizer):
             state[name] = self._in_file(param, name, state[name])
 
     def _advise(self, pieces: Sequence[Piece], owned: Sequence[Owned], soon: bool) -> None:
-        """Let the kernel read states of matrices before their use (``soon``), or write them."""
+        """Advise the operating system to read the states of matrices before a step uses them
+        (``soon=True``), or to write these states after the step has used them.
+        """
         if self._store is None:
             return
         for member, at, count in ((p.member, p.member.span.at + p.at, p.count) for p in pieces):
@@ -120,14 +132,16 @@ class WholeOptimizer(MappedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget()  # what was planned for the old groups
+        self._forget()  # drop the plans for the old groups
         self._owners = None
 
     def _forget(self) -> None:
         self._routes = self._local = self._here = self._counts = self._group_of = None
 
     def _named_spans(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, ParamSpan, str | None]]:
-        """Each whole parameter of a group: (optimizer's parameter, span, name if known)."""
+        """Yield, for each whole parameter of a group, the optimizer's parameter that covers it, its
+        span, and its name (None if the name is not known).
+        """
         given = group.get("param_names")
         for number, param in enumerate(group["params"]):
             names = names_of(param, given[number] if given else None)
@@ -145,8 +159,8 @@ class WholeOptimizer(MappedOptimizer):
         return [member._replace(several=number > 1 or len(every) > 1) for member in found]
 
     def _plan(self) -> None:
-        """Deal the matrices to owners; again only if groups or frozen parameters have changed.
-        Frozen matrices are not exchanged, and freezing does not change who owns states.
+        """Assign the matrices to owners, if groups or frozen parameters have changed since the last
+        call. Frozen matrices are not exchanged. Freezing does not change the owners of states.
         """
         groups = self.param_groups
         trained = [(id(g), id(p), p.requires_grad) for g in groups for p in g["params"]]
@@ -180,13 +194,13 @@ class WholeOptimizer(MappedOptimizer):
         ]
         for route in self._routes:
             for member, owner in zip(route.members, route.owners, strict=True):
-                if self.keeps_whole_states:  # a later deal leaves the states where they are
+                if self.keeps_whole_states:  # later plans must keep the owners of states
                     owners[member.param, member.number] = owner
                 if owner == route.group.rank:
                     self._here.setdefault(member.param, []).append(member)
 
     def _owned(self, param: Tensor) -> list[Member]:
-        """A parameter's matrices whose states this rank keeps."""
+        """Return the matrices of a parameter whose states this rank keeps."""
         self._plan()
         assert self._here is not None
         return self._here.get(param, []) if self.keeps_whole_states else []
@@ -215,7 +229,7 @@ class WholeOptimizer(MappedOptimizer):
                 self._settle(param)
 
     def _names_of(self, param: Tensor) -> tuple[str, ...]:
-        """The names of ``_of_span``, for all whole parameters that this parameter covers."""
+        """Return the names of ``_of_span`` for all whole parameters that this parameter covers."""
         names = (name for span in self._place(param).every for name in self._of_span(param, span))
         return tuple(dict.fromkeys(names))
 
@@ -255,7 +269,7 @@ class WholeOptimizer(MappedOptimizer):
 
         def give(piece: Piece, lanes: Tensor) -> None:
             stretch = stretches.get(id(piece.member.span))
-            if stretch is None:  # no gradient here: what the owner returns is not used
+            if stretch is None:  # this rank has no gradient, and will ignore the result
                 lanes.zero_()
             else:
                 self._give(stretch, piece, scaling, lanes)
@@ -295,8 +309,9 @@ class WholeOptimizer(MappedOptimizer):
                 take(piece, new)
 
     def _due(self, members: list[Members]) -> dict[int, int]:
-        """The number of this step for each whole parameter that has a gradient, by the span's id.
-        Collective if an owner has no elements of its matrix.
+        """Return a dict with an entry for each span whose parameter has a gradient: from the id of
+        the span to the number of this step (1 in the first step). Collective if an owner has no
+        elements of its matrix.
         """
         due = {
             id(span): self._steps_before(param) + 1
@@ -309,7 +324,9 @@ class WholeOptimizer(MappedOptimizer):
         return due
 
     def _apply(self, member: Member, lanes: Tensor, step: int) -> Tensor:
-        """Apply the rule to each of the matrices that stand side by side in a member."""
+        """Apply the rule to each of the matrices that are side by side in a member, and return the
+        results side by side.
+        """
         widths = member.matrix.widths
         if len(widths) == 1:
             shape = self._shape(member, 0)
@@ -346,7 +363,9 @@ class WholeOptimizer(MappedOptimizer):
     def _forms_of(
         self, member: Member, number: int
     ) -> dict[str, tuple[str, torch.dtype, tuple[int, ...]]]:
-        """The owner's states of a matrix, by their keys in the parameter's state."""
+        """Return a dict of the states of a matrix that its owner keeps: from the key in the
+        parameter's state to (name, dtype, shape).
+        """
         shape = self._shape(member, number)
         forms = self._held_forms(member.options, shape, member.param.dtype)
         last = f".{member.number + number}" if member.several else ""
@@ -371,7 +390,7 @@ class WholeOptimizer(MappedOptimizer):
         self._count(found, set(), scaling)
 
     def _count(self, found: Members, counted: set[int], scaling: Scaling) -> None:
-        """Count the step for the parameters whose ids are not in ``counted``."""
+        """Increase the step counters of the parameters whose ids are not in ``counted``."""
         for param in found.params:
             if "step" in self.state[param] and id(param) not in counted:
                 gone = scaling.control.found_inf
@@ -380,8 +399,8 @@ class WholeOptimizer(MappedOptimizer):
     # --- state dicts -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with the states of all owners on every rank. Collective over the ranks that
-        share matrices, if owners keep states.
+        """Return torch's state dict, with the states of all owners on every rank. Collective over
+        the ranks that share matrices, if owners keep states.
         """
         self._shown = self._gather_held() if self.keeps_whole_states else {}
         for param in self._shown:
@@ -395,7 +414,9 @@ class WholeOptimizer(MappedOptimizer):
         return {**state, **self._shown.get(param, {})}
 
     def _gather_held(self) -> dict[Tensor, dict[str, Tensor]]:
-        """The states at all owners, by parameter. Collective over the ranks that share matrices."""
+        """Return the states of all owners, by parameter. Collective over the ranks that share
+        matrices.
+        """
         params = (param for group in self.param_groups for param in group["params"])
         if all(self._place(param).group.world == 1 for param in params):
             return {}
@@ -440,11 +461,11 @@ class WholeOptimizer(MappedOptimizer):
         return own
 
     def _is_other(self, name: str) -> bool:
-        """Whether a state is not one of this class."""
+        """Return whether ``name`` is a state that this class's rule does not make."""
         return name not in (*self._state_names, "step")
 
     def _all_of(self, param: Tensor) -> list[Member]:
-        """A parameter's matrices whose owners keep states."""
+        """Return all matrices of a parameter if owners keep states, else an empty list."""
         if not self.keeps_whole_states:
             return []
         if self._group_of is None or param not in self._group_of:
@@ -452,8 +473,9 @@ class WholeOptimizer(MappedOptimizer):
         return self._members_of(self._group_of[param], param)
 
     def _after_load(self) -> None:
-        """Leave each state at its owner. A state of its parameter's shape may have been loaded in
-        pieces: the owner gets them all. Collective over the ranks that share matrices.
+        """Keep the states of each matrix only at its owner. If each rank has loaded only its piece
+        of a state, the owner gets all pieces. (This is possible for states of the parameter's
+        shape.) Collective over the ranks that share matrices.
         """
         self._counts = None
         if self.keeps_whole_states:
@@ -502,7 +524,9 @@ class WholeOptimizer(MappedOptimizer):
     # --- checkpoints -----------------------------------------------------------------------------
 
     def span_forms(self, param: Tensor) -> list[dict[str, Any]]:
-        """See ``BlockOptimizer``; for a state at an owner it gives dtype and shape. Local."""
+        """See ``BlockOptimizer``. The form of a state that an owner keeps is ``(dtype, shape)``.
+        Local.
+        """
         dtype = self._state_dtype(param)
         held: dict[int, Any] = {}
         for member in self._all_of(param):
@@ -514,8 +538,9 @@ class WholeOptimizer(MappedOptimizer):
         ]
 
     def _span_keys(self, member: Member) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
-        """For each of the owner's states of a matrix: its key in a checkpoint, which counts the
-        matrices of a whole parameter; its key in the parameter's state; its dtype and shape.
+        """Yield (key in a checkpoint, key in the parameter's state, (dtype, shape)) for each state
+        of a matrix that its owner keeps. If the whole parameter has several matrices, the key in a
+        checkpoint contains the matrix's number.
         """
         beside = self._matrices_of(member.param, member.span)
         before = sum(len(m.widths) for m in beside if m.begin < member.matrix.begin)
@@ -570,7 +595,7 @@ class WholeOptimizer(MappedOptimizer):
 
 
 def scaled(grad: Tensor, scaling: Scaling) -> Tensor:
-    """A gradient divided by the loss scale, and multiplied by the clipping factor."""
+    """Return a gradient divided by the loss scale and multiplied by the clipping factor."""
     control = scaling.control
     scale = control.grad_scale if control.grad_scale is not None else scaling.scale
     if control.grad_scale is not None or scale != 1.0:
@@ -581,5 +606,5 @@ def scaled(grad: Tensor, scaling: Scaling) -> Tensor:
 
 
 def piece_of(value: Tensor, piece: Piece) -> Tensor:
-    """A piece of the contiguous memory of a span."""
+    """Return the elements of ``piece``. ``value``: the contiguous memory of the piece's span."""
     return local_of(value).view(-1)[piece.at : piece.at + piece.count]

@@ -1,4 +1,4 @@
-"""Adafactor: second moments by rows and columns."""
+"""Adafactor, whose second moments have one value for each row and each column."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ from fsdpc.optim._scaling import Scaling
 from fsdpc.optim._spanned import Stretch
 from fsdpc.optim._whole import Forms, WholeOptimizer, piece_of, scaled
 
-Number = float | Tensor  # a tensor on a GPU, so that the host waits for nothing
+Number = float | Tensor  # a tensor if the number is on a GPU and the host need not know it
 
 
 class Adafactor(WholeOptimizer):
     """Adafactor (Shazeer and Stern, arXiv 1804.04235), with the arguments, defaults, states and
-    results of ``torch.optim.Adafactor``: 4 bytes of states for each row and each column of a
-    float32 matrix, 4 for each element of a vector.
+    results of ``torch.optim.Adafactor``. The states take 4 bytes for each row and each column of a
+    float32 matrix, and 4 bytes for each element of a vector.
 
-    Every parameter is stepped at one rank, its owner, which keeps the states: gradients and values
-    travel there, and new values back, in the parameter's dtype. So results do not depend on the
-    number of ranks, and are those of torch's class (``foreach=False``) to the bit on processors
-    with equal numbers of threads. A parameter of three and more dimensions is a stack of matrices
-    with one step size, as in torch. ``foreach`` has no effect.
+    Every parameter is stepped at one rank, its owner, which keeps the states. Gradients and values
+    are sent to the owner, and new values are sent back, in the parameter's dtype. The results do
+    not depend on the number of ranks. On CPUs, the results equal those of torch's class
+    (``foreach=False``) to the bit if both use the same number of threads. A parameter with three or
+    more dimensions is a stack of matrices with one step size, as in torch. ``foreach`` has no
+    effect.
 
-    ``split``: parameters that hold several matrices, as for ``Muon``: each is stepped as a
-    parameter of its own, with states named ``row_var.0``, ``row_var.1``...
+    ``split``: the parameters that consist of several matrices, as for ``Muon``. Each of these
+    matrices is stepped as a separate parameter, with states named ``row_var.0``, ``row_var.1``...
 
-    A step is collective over the ranks that share parameters, and every rank must call ``step`` as
-    often as the others; so are ``state_dict()``, which has all states on all ranks, and
-    ``load_state_dict()``. ``offload``, and when ``NotImplementedError`` is raised: as for ``Muon``.
+    A step is collective over the ranks that share parameters, and every rank must call ``step`` the
+    same number of times. ``state_dict()``, which has all states on all ranks, and
+    ``load_state_dict()`` are also collective. ``offload`` and the conditions for
+    ``NotImplementedError`` are those of ``Muon``.
     """
 
     _state_names = ("row_var", "col_var", "variance")
     _lanes = 2
-    _kinds: dict[int, tuple[Matrix, ...]] | None = None  # the matrices, by the span's id
+    _kinds: dict[int, tuple[Matrix, ...]] | None = None  # the matrices of each span, by its id
     _split: SplitRule | None = None
 
     def __init__(
@@ -111,10 +113,10 @@ class Adafactor(WholeOptimizer):
     def _rule(
         self, options: Mapping[str, Any], step: int, held: dict[str, Tensor], *lanes: Tensor
     ) -> Tensor:
-        """The new values, by torch's operators in the order of ``torch.optim.Adafactor``."""
+        """Return the new values. The operators run in the order of ``torch.optim.Adafactor``."""
         grad, values = lanes
         lr, d = options["lr"], options["d"]
-        lr = lr.squeeze() if isinstance(lr, Tensor) else lr  # its products are float32, as in torch
+        lr = lr.squeeze() if isinstance(lr, Tensor) else lr  # for float32 products, as in torch
         eps1, eps2 = options["eps"]
         eps1 = torch.finfo(values.dtype).eps if eps1 is None else eps1
         weight = step ** options["beta2_decay"]
@@ -144,7 +146,7 @@ class Adafactor(WholeOptimizer):
 
 
 def _check(lr: Any, beta2_decay: float, eps: Any, d: float, weight_decay: float) -> None:
-    """Raise ``ValueError``, in torch's words, if an option is out of range."""
+    """Raise ``ValueError``, with torch's text, if an option is out of range."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
     if not 0.0 <= lr:
@@ -162,7 +164,9 @@ def _check(lr: Any, beta2_decay: float, eps: Any, d: float, weight_decay: float)
 
 
 def _number(value: Tensor) -> Number:
-    """A number on the host if that costs no wait, as in torch's class; else a tensor."""
+    """Return a number on the host if the host need not wait for it, as in torch's class. Otherwise
+    return a tensor.
+    """
     return float(value) if value.is_cpu else value.double()
 
 

@@ -1,4 +1,4 @@
-"""Adam and AdamW, equal to torch's fused CPU kernels to the bit."""
+"""Adam and AdamW, whose results equal those of torch's fused CPU kernels to the bit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ class Adam(FusedOptimizer):
     """Adam (Kingma and Ba, arXiv 1412.6980), with torch's argument names and defaults.
 
     Steps equal ``torch.optim.Adam(..., fused=True)`` on the host to the bit, for float32, float64,
-    bfloat16 and float16, except ``exp_avg_sq`` of a tensor's last ``numel % 16`` elements (``% 32``
-    for 16-bit types), which torch's kernels round in another way. torch's default (``foreach``)
-    kernels take another square root and differ in the last bit of some parameters.
+    bfloat16 and float16. There is one exception: torch's kernels round ``exp_avg_sq`` of a tensor's
+    last ``numel % 16`` elements (``% 32`` for 16-bit types) in another way. torch's default kernels
+    (``foreach``) compute square roots differently, and their results differ in the last bit of some
+    parameters.
 
     ``foreach``, ``fused`` and ``capturable`` are accepted and have no effect;
-    ``differentiable=True`` is refused (``NotImplementedError``). States are torch's: ``step``,
-    ``exp_avg``, ``exp_avg_sq``, with ``amsgrad`` also ``max_exp_avg_sq``, all in the parameter's
-    dtype: 8 bytes per float32 parameter. ``offload``: a ``Disk`` or a ``Host`` for the states.
+    ``differentiable=True`` raises ``NotImplementedError``. The states are those of torch: ``step``,
+    and in the parameter's dtype ``exp_avg``, ``exp_avg_sq`` and, with ``amsgrad``,
+    ``max_exp_avg_sq``. Without ``amsgrad``, the states take 8 bytes per element of a float32
+    parameter. ``offload``: a ``Disk`` or a ``Host`` for the states.
     """
 
     _kind = "adam"
@@ -68,8 +70,8 @@ class Adam(FusedOptimizer):
 
 
 class AdamW(Adam):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101): ``Adam`` with decoupled weight decay, as in
-    ``torch.optim.AdamW(..., fused=True)``.
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), which is ``Adam`` with decoupled weight
+    decay, as in ``torch.optim.AdamW(..., fused=True)``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Adam-mini: one second moment for each block of a parameter."""
+"""Adam-mini, which has one second moment for each block of a parameter."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from fsdpc.optim._places import ParamSpan, SharedBlocks
 from fsdpc.optim._scaling import Members, Scaling
 from fsdpc.optim._spanned import BlockOptimizer, Stretch, part
 
-# The rules of the published code (Adam-mini v1.1.1), in its order: the first text found in the
-# lower-cased name decides.
+# Parts of parameters' names, by which the published code (Adam-mini v1.1.1) chooses a rule. The
+# order is that of the code: the first part that the lower-cased name contains decides.
 BIASES = ("bias",)
 HEADS = ("k_proj", "q_proj", "wq", "wk", "query", "key")
 ROWS = ("embed", "embd", "wte", "lm_head", "output", "final_layer", "v_proj", "wv", "value")
 ROWS += ("o_proj", "wo", "attn.proj", "feed_forward", "linear", "mlp")
-WIDE = 1 << 22  # elements that are made float64 at one time
+WIDE = 1 << 22  # elements that are converted to float64 at one time
 
 
 class Source(NamedTuple):
-    """A stretch's own span, or, if the stretch is a chunk's slice, the span that was sliced."""
+    """The span of a stretch, with the parameter and its states. A step of offloaded states works
+    on slices. If the stretch is such a slice, ``param`` and ``span`` are those from which the
+    slice was cut.
+    """
 
     param: Tensor
     span: ParamSpan
@@ -38,27 +41,30 @@ class Source(NamedTuple):
 
 
 class AdamMini(BlockOptimizer):
-    """Adam-mini (Zhang et al., arXiv 2406.16793): 4 bytes of states per float32 parameter, and 4
-    more per block.
+    """Adam-mini (Zhang et al., arXiv 2406.16793). The states take 4 bytes per float32 parameter,
+    and 4 bytes per block.
 
-    AdamW, but with ``v = beta2 * v + (1 - beta2) * mean(g^2 over the block)``. ``block`` says how a
-    parameter is cut: called with its name and shape, it returns the number of consecutive elements
-    that share a ``v``, 1 for a ``v`` of each element, or None for the rules of the published code:
-    biases by element, query and key weights by head (``head_dim`` rows; needed then), embeddings,
-    output, value, projection and MLP weights by row, everything else as a whole (matrices with a
-    warning, because names that the rules do not know make a worse optimizer). Names come from
-    ``model.named_parameters()``, or from FSDP's units, and no default rule applies without a name:
-    ``ValueError``. Every parameter has the weight decay of its group.
+    The rule is that of AdamW, but with ``v = beta2 * v + (1 - beta2) * mean(g^2 over the block)``.
+    ``block`` is called with a parameter's name and shape, and returns the number of consecutive
+    elements that share a ``v``. It returns 1 if each element has a ``v``, or None for the rules of
+    the published code. By these rules, each element of a bias is a block. A block of query and key
+    weights is a head of ``head_dim`` rows; the argument ``head_dim`` is then needed. A block of
+    embeddings and of output, value, projection and MLP weights is a row. Each other parameter is
+    one block. The first parameter of two or more dimensions that no rule covers causes a warning,
+    because the optimizer is worse with such large blocks. Names come from
+    ``model.named_parameters()`` or from FSDP's units. A parameter without a name raises
+    ``ValueError`` unless ``block`` decides. Every parameter has the weight decay of its group.
 
-    Blocks are aligned to the whole parameter. Ranks that share blocks add their sums of squares in
-    one collective per group of ranks and step, so ``step`` is collective then; sums are float64,
-    and results on different numbers of ranks may differ in their last bit, as may those of a GPU
-    and of a processor, which add in other orders. Two equal runs are equal to the bit. Steps of
-    parameters on one GPU need no host sync; sums take 8 more bytes for each of at most 4 million
-    elements at a time, and 8 for each block until its parameter has stepped. ``load_state_dict``
-    takes ``exp_avg_sq`` of torch's shape (as ``state_dict`` has it) and averages it over blocks.
-    ``offload``: a ``Disk`` or a ``Host`` to keep first moments, and masters, on; second moments
-    stay beside the parameters.
+    Blocks are aligned to the whole parameter. Ranks that share blocks add up their sums of squares
+    in one collective per group of ranks and step; ``step`` is then collective. Sums are float64.
+    Results on different numbers of ranks may differ in the last bit, and so may results of a GPU
+    and of a CPU, because the orders of addition differ. Two equal runs are equal to the bit. Steps
+    of parameters on one GPU need no host sync. While sums are computed, at most 4 million
+    elements at a time take 8 more bytes each. The sums take 8 bytes for each block until the
+    block's parameter has stepped.
+    ``load_state_dict`` takes ``exp_avg_sq`` in the parameter's shape (as ``state_dict`` returns it)
+    and averages it over blocks. ``offload``: a ``Disk`` or a ``Host`` for first moments and
+    masters; second moments are not offloaded.
     """
 
     _state_names = ("exp_avg",)
@@ -66,7 +72,7 @@ class AdamMini(BlockOptimizer):
     _warned = False
     _head_dim: int | None = None
     _block: Callable[[str, tuple[int, ...]], int | None] | None = None
-    _sources: dict[int, Source] | None = None  # for a chunk's stretches, by their spans' ids
+    _sources: dict[int, Source] | None = None  # the source of each slice, by the id of its span
 
     def __init__(
         self,
@@ -87,10 +93,10 @@ class AdamMini(BlockOptimizer):
     # --- blocks ----------------------------------------------------------------------------------
 
     def block_length(self, param: Tensor, span: ParamSpan) -> int:
-        """The number of elements of a whole parameter that share a second moment."""
+        """Return the number of elements of a whole parameter that share a second moment."""
         if self._known_lengths is None:
             self._known_lengths = {}
-        if id(span) not in self._known_lengths:  # _known keeps the span, so its id stays its own
+        if id(span) not in self._known_lengths:  # _known keeps the span alive, so its id is unique
             self._known_lengths[id(span)] = self._find_length(param, span)
         return self._known_lengths[id(span)]
 
@@ -131,7 +137,7 @@ class AdamMini(BlockOptimizer):
         return None
 
     def _lengths(self, param: Tensor) -> dict[int, int]:
-        """The block lengths of a parameter's spans, by the span's id."""
+        """Return the block lengths of a parameter's spans, by the span's id."""
         return {id(s): self.block_length(param, s) for s in self._place(param).every}
 
     # --- states: state["means"] has one float32 tensor per span, one value per block ------------
@@ -154,8 +160,9 @@ class AdamMini(BlockOptimizer):
         return [torch.zeros(len(touched(span, lengths[id(span)])), device=device) for span in spans]
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state dict: ``exp_avg_sq`` has the parameter's shape, equal within blocks; 4
-        bytes per parameter as long as the caller keeps it. Local.
+        """Return a state dict in torch's form, in which ``exp_avg_sq`` has the parameter's shape
+        and equal values within a block. ``exp_avg_sq`` takes 4 bytes per parameter as long as the
+        caller keeps the state dict. Local.
         """
         return super().state_dict()
 
@@ -179,14 +186,14 @@ class AdamMini(BlockOptimizer):
         ]
 
     def _of_elements(self, param: Tensor) -> tuple[str, ...]:
-        """The states of one value per element."""
+        """Return the names of the states with one value per element."""
         return ("exp_avg", MASTER) if self._has_master(param) else ("exp_avg",)
 
     def _span_values(self, param: Tensor, state: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
         for span, means in zip(self._place(param).spans, state["means"], strict=True):
             held = {"exp_avg_sq.means": means}
             for name in self._of_elements(param):
-                bare = name == MASTER and name not in state  # the state dict had no master
+                bare = name == MASTER and name not in state  # a loaded state dict had no master
                 value = part(param if bare else state[name], span)
                 held[name] = value.detach().reshape(-1).to(self._state_dtype(param))
             yield held
@@ -213,7 +220,7 @@ class AdamMini(BlockOptimizer):
         return state
 
     def _after_load(self) -> None:
-        """Average the loaded ``exp_avg_sq`` over blocks. Collective where blocks are shared."""
+        """Average the loaded ``exp_avg_sq`` over blocks. Collective if ranks share blocks."""
         sums = self._sums(self._loaded_squares())
         for param, span, total, length in sums:
             state = self.state[param]
@@ -248,7 +255,7 @@ class AdamMini(BlockOptimizer):
         return any(self._place(p).group.world > 1 for p in params)
 
     def _before_step(self, members: list[Members], scaling: Scaling) -> None:
-        """Find the mean square of each block's gradients over all ranks, in float64."""
+        """Compute the mean square of each block's gradients over all ranks, in float64."""
         self._denominators: dict[int, Tensor] = {}
         self._on_gpu = self._is_on_gpu()
         if self._on_gpu:
@@ -261,7 +268,7 @@ class AdamMini(BlockOptimizer):
         }
 
     def _means_on_gpu(self, members: list[Members], scaling: Scaling) -> dict[int, Tensor]:
-        """Find the means on a GPU, without a host sync. Collective where blocks are shared."""
+        """Compute mean squares on a GPU, without a host sync. Collective if ranks share blocks."""
         factor = _factor_on_gpu(scaling)
         found: dict[int, tuple[ParamSpan, int, Tensor]] = {}
         for each in members:
@@ -321,7 +328,7 @@ class AdamMini(BlockOptimizer):
         return found
 
     def _shared(self) -> SharedBlocks:
-        """The blocks that ranks share. Local."""
+        """Return the blocks that ranks share. Local."""
         params = [param for group in self.param_groups for param in group["params"]]
         return SharedBlocks(
             1,
@@ -368,7 +375,7 @@ class AdamMini(BlockOptimizer):
     def _step_means(
         self, sources: list[Source], beta2: float, eps: float, scaling: Scaling
     ) -> None:
-        """Step the second moments of the spans that have not been seen in this step."""
+        """Update the second moments of the spans that this step has not updated yet."""
         found, root = scaling.control.found_inf, _root_on_gpu if self._on_gpu else _root
         roots: dict[int, Any] = {}
         for _, span, step, means in sources:
@@ -382,7 +389,9 @@ class AdamMini(BlockOptimizer):
             self._denominators[id(span)] = means.sqrt().div_(roots[id(step)]).add_(eps)
 
     def _denominators_of(self, own: ParamSpan, whole: ParamSpan, length: int) -> Tensor:
-        """The denominators of the blocks that a span, or a chunk's slice of a span, touches."""
+        """Return the denominators of the blocks that ``own`` touches. ``own`` is the span
+        ``whole``, or a chunk's slice of it.
+        """
         found = self._denominators[id(whole)]
         if own.begin + own.count == whole.begin + whole.count:  # the last slice
             del self._denominators[id(whole)]
@@ -399,7 +408,7 @@ def _root_on_gpu(step: Tensor, beta2: float) -> Tensor:
 
 
 def _factor_on_gpu(scaling: Scaling) -> Tensor | None:
-    """The factor of the gradients' squares, float64; None: the factor is 1."""
+    """Return the float64 factor of the gradients' squares, or None if the factor is 1."""
     control = scaling.control
     factor = control.clip
     if control.grad_scale is not None:
@@ -409,8 +418,9 @@ def _factor_on_gpu(scaling: Scaling) -> Tensor | None:
 
 
 def block_squares(values: Tensor, first: int, length: int) -> Tensor:
-    """The sum of squares of each block that ``values`` touch, float64, added by torch in one order
-    for one shape. ``values``: contiguous, the whole parameter's elements from index ``first`` on.
+    """Return the sum of squares of each block that ``values`` touch, in float64. Two equal calls
+    give equal bits, because torch's order of additions depends only on the shape. ``values`` must
+    be contiguous; they are the whole parameter's elements from index ``first`` on.
     """
     flat = values.reshape(-1)
     head = min(-first % length, flat.numel())
@@ -424,7 +434,9 @@ def block_squares(values: Tensor, first: int, length: int) -> Tensor:
 
 
 def _row_squares(rows: Tensor) -> Iterator[Tensor]:
-    """The sum of squares of each row: some rows at a time, a long row part by part."""
+    """Yield the sums of squares of the rows, several rows at a time. Long rows are read part by
+    part.
+    """
     for some in rows.split(max(WIDE // rows.shape[1], 1)):
         sums = [
             part.to(torch.float64, copy=True).square_().sum(1) for part in some.split(WIDE, dim=1)
@@ -433,14 +445,16 @@ def _row_squares(rows: Tensor) -> Iterator[Tensor]:
 
 
 def _rule_of(name: str) -> tuple[str, ...] | None:
-    """The texts of the published code's rule for a name; None: no rule knows it."""
+    """Return the texts of the published code's rule for a name, or None if there is no rule."""
     low = name.lower()
     rules: tuple[tuple[str, ...], ...] = (BIASES, HEADS, ROWS)
     return next((texts for texts in rules if any(text in low for text in texts)), None)
 
 
 def default_block(name: str, shape: tuple[int, ...], head_dim: int | None) -> int:
-    """The published code's block length; ``ValueError`` names a parameter that needs head_dim."""
+    """Return the published code's block length. ``ValueError``: ``head_dim`` is needed for this
+    parameter.
+    """
     rule, whole = _rule_of(name), int(np.prod(shape)) if shape else 1
     if rule is BIASES:
         return 1
@@ -456,20 +470,22 @@ def default_block(name: str, shape: tuple[int, ...], head_dim: int | None) -> in
 
 
 def _counts(span: ParamSpan, length: int) -> list[int]:
-    """How many elements of the span are in each block that the span touches."""
+    """Return how many elements of the span are in each block that the span touches."""
     end = span.begin + span.count
     starts = [number * length for number in touched(span, length)]
     return [min(start + length, end) - max(start, span.begin) for start in starts]
 
 
 def _whole(span: ParamSpan, length: int) -> np.ndarray:
-    """How many elements of the whole parameter are in each block that the span touches."""
+    """Return how many elements of the whole parameter are in each block that the span touches."""
     starts = np.array(touched(span, length)) * length
     return np.minimum(starts + length, span.numel) - starts
 
 
 def _whole_on(device: torch.device, span: ParamSpan, length: int) -> Tensor:
-    """``_whole``, float64, made on the GPU itself: the host would wait for a copy."""
+    """Return ``_whole`` as a float64 tensor. The tensor is made on the GPU, because the host would
+    have to wait for a copy to the GPU.
+    """
     blocks = touched(span, length)
     counts = torch.full((len(blocks),), float(length), dtype=torch.float64, device=device)
     last = span.numel - blocks[-1] * length

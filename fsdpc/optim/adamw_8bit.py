@@ -26,27 +26,30 @@ FORMS = {"codes": (torch.uint8, 1), "scales": (torch.float32, BLOCK), "values": 
 
 
 class AdamW8bit(BlockOptimizer, AdamW):
-    """AdamW with block-wise quantised states (Dettmers et al., arXiv 2110.02861): 2.03 bytes of
-    states per parameter, one code per element and moment and one float32 scale per 256 elements.
+    """AdamW with block-wise quantised states (Dettmers et al., arXiv 2110.02861). The states take
+    2.03 bytes per element: each moment has one 8-bit code per element and one float32 scale per
+    block of 256 elements.
 
-    Blocks are aligned to the whole parameter, and ranks that share a block exchange its extremes,
-    so results are equal to the bit on any number of ranks; whole parameters of fewer than
+    Blocks are aligned to the whole parameter, and ranks that share a block exchange the block's
+    extremes, so results are equal to the bit on any number of ranks. Whole parameters of fewer than
     ``min_8bit_size`` elements keep float32 states on every rank. The update is computed from the
-    moments in float32 before they are quantised again. An ``exp_avg_sq`` above zero never becomes
-    zero. On a processor this is an option for memory, not for speed.
+    moments in float32 before they are quantised again. Quantisation never rounds an ``exp_avg_sq``
+    above zero to zero. On a CPU this optimizer saves memory, but not time.
 
-    ``step`` and ``load_state_dict`` are collective where a block is shared: all ranks of the
+    ``step`` and ``load_state_dict`` are collective if ranks share a block: all ranks of the
     parameters' groups must call them with the same parameters.
 
-    ``state_dict`` holds float32 ``exp_avg`` and ``exp_avg_sq`` of the parameters' shapes, as that
-    of torch's AdamW does; loading quantises both, to the same codes if this class saved them.
-    ``offload``: a ``Disk`` or a ``Host`` to keep the states on.
-    ``NotImplementedError`` for DTensors that are not cut by rows.
+    ``state_dict`` holds float32 ``exp_avg`` and ``exp_avg_sq`` of the parameters' shapes, like the
+    state dict of torch's AdamW. Loading quantises both moments; moments that this class saved get
+    the codes that they had. ``offload``: a ``Disk`` or a ``Host`` to keep the states on.
+    Raises ``NotImplementedError`` for DTensors that are not cut by rows.
     """
 
     _kind = None
-    _edges: dict[int, np.ndarray] | None = None  # this step's extremes, by the span's id
-    _cut: tuple[list[int], SharedBlocks] | None = None  # (min_8bit_size by group, blocks)
+    # In this step: for each span that shares a block, the extremes of its first and last block. The
+    # key is the id of the span.
+    _edges: dict[int, np.ndarray] | None = None
+    _cut: tuple[list[int], SharedBlocks] | None = None  # (min_8bit_size of groups, shared blocks)
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class AdamW8bit(BlockOptimizer, AdamW):
         super().__setstate__(state)
 
     def _check_sizes(self, loaded: list[dict[str, Any]]) -> None:
-        """Raise ``ValueError`` if offloaded states that have a place would get another size."""
+        """Raise ``ValueError`` if ``loaded`` changes the size of states already offloaded."""
         assert self._store is not None
         for number, (group, given) in enumerate(zip(self.param_groups, loaded, strict=True)):
             new = {"min_8bit_size": self.defaults["min_8bit_size"], **given}
@@ -90,8 +93,8 @@ class AdamW8bit(BlockOptimizer, AdamW):
                     )
 
     # --- states ----------------------------------------------------------------------------------
-    # state["spans"] has one dict per span of the parameter with elements on this rank: codes and
-    # scales of 8-bit spans, values of the others.
+    # state["spans"] has one dict for each span of the parameter that has elements on this rank. The
+    # dict has "codes" and "scales" if the span's states are 8-bit, else "values".
 
     def _begin_group(self, group: dict[str, Any], found: Members) -> None:
         for param in found.params:
@@ -107,7 +110,7 @@ class AdamW8bit(BlockOptimizer, AdamW):
         return [_fresh(span, _is_8bit(group, span), device) for span in spans]
 
     def _extents(self, group: dict[str, Any], param: Tensor) -> list[Extent]:
-        """One extent for each span with elements on this rank."""
+        """Return an ``Extent`` for each span that has elements on this rank."""
         types = (torch.uint8, torch.float32)
         return [
             extent_of_8bit(s.at, s.count, s.begin, _is_8bit(group, s), types)
@@ -117,7 +120,8 @@ class AdamW8bit(BlockOptimizer, AdamW):
     def _adopt(self, param: Tensor) -> None:
         assert self._store is not None
         store, spans = self._store, self.state[param].get("spans")
-        if spans is None or param not in store.held:  # moments are being loaded, or not offloaded
+        # While a state dict is loaded, there are float32 moments and no spans yet.
+        if spans is None or param not in store.held:
             return
         places = store.held[param]
         wanted = [{name.split(".")[0] for name in own} for own in places]
@@ -134,11 +138,11 @@ class AdamW8bit(BlockOptimizer, AdamW):
                     held[kind][int(which)] = place
 
     def _show_states(self, param: Tensor) -> None:
-        """Nothing to do: states are made before the step."""
+        """Do nothing, because ``_begin_group`` has made the states before the step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state dict with float32 moments: 8 bytes per parameter for the time of the call
-        and as long as the caller keeps it. Local.
+        """Return torch's state dict with float32 moments, which take 8 bytes per parameter as long
+        as the caller keeps the dict. Local.
         """
         return super().state_dict()
 
@@ -196,7 +200,7 @@ class AdamW8bit(BlockOptimizer, AdamW):
         return torch.float32
 
     def _after_load(self) -> None:
-        """Quantise what ``_loaded`` left in float32. Collective where blocks are shared."""
+        """Quantise the float32 moments that were loaded. Collective if ranks share blocks."""
         for which, name in enumerate(MOMENTS):
             loaded: list[tuple[ParamSpan, dict[str, Any], Tensor, np.ndarray]] = []
             for group in self.param_groups:
@@ -250,7 +254,9 @@ class AdamW8bit(BlockOptimizer, AdamW):
         )
 
     def _share_edges(self, spans: list[ParamSpan], edges: np.ndarray) -> None:
-        """Replace edges of shared blocks by the largest of all ranks, others by -1. Collective."""
+        """Change ``edges``, the extremes of each span's first and last block. Extremes of shared
+        blocks become the maximum over the ranks, all others become -1. Collective.
+        """
         blocks = self._cut_blocks()
         blocks.combine("max", "states of 8 bits of shared blocks", spans, edges)
         for span, edge in zip(spans, edges, strict=True):
@@ -284,7 +290,9 @@ class AdamW8bit(BlockOptimizer, AdamW):
     def _own_edges(
         self, group: dict[str, Any], stretches: list[Stretch], scaling: Scaling
     ) -> np.ndarray:
-        """The extremes of this rank's new moments in each stretch's first and last block."""
+        """Return, for each stretch's first and last block, the extremes of the moments after this
+        step. Only this rank's elements of the block are considered.
+        """
         edges = np.zeros((len(stretches), 2, 3), dtype=np.float32)
         store = self._store
         away = [store is not None and store.takes(stretch.param) for stretch in stretches]
@@ -300,7 +308,9 @@ class AdamW8bit(BlockOptimizer, AdamW):
     def _edges_away(
         self, group: dict[str, Any], stretches: list[Stretch], scaling: Scaling
     ) -> np.ndarray:
-        """``_own_edges`` for offloaded states; the end blocks' are copied to the step's memory."""
+        """Return ``_own_edges`` of stretches whose states are offloaded. The states of their end
+        blocks are copied to the device of the parameter first.
+        """
         store = self._store
         assert store is not None
         store.finish()
@@ -353,7 +363,7 @@ class AdamW8bit(BlockOptimizer, AdamW):
             self._call("adam8", group, wide, scaling, edges if shared else None)
 
     def _split(self, group: dict[str, Any], found: Members) -> tuple[list[Stretch], list[Stretch]]:
-        """The stretches with 8-bit states, and the others."""
+        """Return the stretches with 8-bit states, and those with float32 states."""
         stretches = list(self._stretches(found.params, found.values, found.grads))
         wide = [stretch for stretch in stretches if _is_8bit(group, stretch.span)]
         return wide, [stretch for stretch in stretches if not _is_8bit(group, stretch.span)]
@@ -366,7 +376,9 @@ class AdamW8bit(BlockOptimizer, AdamW):
     def _step_small(
         self, group: dict[str, Any], stretches: list[Stretch], scaling: Scaling, wide: set[int]
     ) -> None:
-        """Step float32 spans. ``wide``: ids of parameters for which the 8-bit call counts."""
+        """Step stretches with float32 states. ``wide``: the ids of parameters that also have 8-bit
+        states. The call for 8-bit states advances their step counters, so this call must not.
+        """
         held = [self._held(stretch)["values"] for stretch in stretches]
         steps = [self.state[stretch.param]["step"] for stretch in stretches]
         steps = [
@@ -395,14 +407,18 @@ class AdamW8bit(BlockOptimizer, AdamW):
 
 
 def _end_blocks(span: ParamSpan) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(begin, end) of a span's elements in its first and last block, from the span's start."""
+    """Return (begin, end) of the elements in a span's first block, and of those in the last block.
+    Both count from the span's start.
+    """
     first = min(BLOCK - span.begin % BLOCK, span.count)
     last = max(span.count - ((span.begin + span.count - 1) % BLOCK + 1), 0)
     return (0, first), (last, span.count)
 
 
 def _edges_of_slice(whole: ParamSpan, own: ParamSpan, edges: np.ndarray) -> np.ndarray:
-    """The edges of a slice's first and last block, found among those of the whole span."""
+    """Return the extremes of the first and the last block of the slice ``own``. If a block is also
+    the first or last block of ``whole``, its extremes come from ``edges``; else they are -1.
+    """
     found = np.full((2, 3), -1, dtype=np.float32)
     blocks = [touched(span, BLOCK) for span in (own, whole)]
     for end in (0, -1):

@@ -26,15 +26,17 @@ def _refuse_amsgrad(group: dict[str, Any]) -> None:
 class AdamWBF16(SpannedOptimizer, AdamW):
     """AdamW whose states are bfloat16: 4 bytes of states per parameter.
 
-    Every value is computed in float32 and rounded once. bfloat16 keeps 8 bits, so an update below
-    2^-9 of a value would always be lost; with ``stochastic_rounding`` (default) a value is rounded
-    up with the probability of the part that is cut off, and the expected value is exact. The random
-    bits are a hash of ``seed``, the parameter's position in the optimizer, the element's index in
-    the whole parameter and the step: the same on any number of ranks and threads, and after a
-    resume. Parameters in bfloat16 are rounded in the same way; float32 parameters stay exact.
+    Every value is computed in float32 and rounded once. bfloat16 keeps 8 bits, so rounding to the
+    nearest would always lose an update below 2^-9 of a value. With ``stochastic_rounding``
+    (default) a value is rounded up with a probability equal to the fraction that is cut off, and
+    the expected value is exact. The random bits are a hash of ``seed``, the parameter's position in
+    the optimizer, the element's index in the whole parameter and the step. They are the same on any
+    number of ranks and threads, and after training resumes. Parameters in bfloat16 are rounded in
+    the same way; float32 parameters are not rounded.
 
-    A state dict holds bfloat16 states and opens in ``torch.optim.AdamW``. ``NotImplementedError``
-    for DTensors that are not cut by rows. ``ValueError`` for groups with ``amsgrad``.
+    A state dict holds bfloat16 states, and ``torch.optim.AdamW`` can load it. Raises
+    ``NotImplementedError`` for DTensors that are not cut by rows, and ``ValueError`` for groups
+    with ``amsgrad``.
     """
 
     _state_names = ("exp_avg", "exp_avg_sq")
@@ -90,7 +92,9 @@ class AdamWBF16(SpannedOptimizer, AdamW):
         return spans[0].begin, self._key(param, spans[0])
 
     def _spans(self, param: Tensor) -> list[ParamSpan]:
-        """A parameter's spans; an empty span if it has no elements here, so that steps count."""
+        """Return a parameter's spans on this rank. If there are none, return one empty span, so
+        that the parameter's step counter advances on this rank, too.
+        """
         return self._place(param).spans or [ParamSpan(0, 0, 0, (0,))]
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:

@@ -20,7 +20,7 @@ from fsdpc._torch import calls_hooks, first_step_post_hook, foreach_lerp
 from fsdpc.optim._chunks import AVERAGE
 from fsdpc.optim._places import local_of, locals_of
 
-COUNT = "averaged"  # a group's option: how many values its averages have taken
+COUNT = "averaged"  # a group's option: the number of values taken into the group's averages
 Decay = float | Callable[[int], float]
 
 
@@ -28,24 +28,26 @@ class Average:
     """An average of an optimizer's parameters over its steps: exponential (EMA), or uniform (SWA).
 
     Every ``optimizer.step()`` ends with ``average = lerp(average, parameter, 1 - decay)`` on this
-    rank's shards: local, without communication, to the same bits as for the unsharded
-    model. The first step taken copies the parameter, as ``torch.optim.swa_utils.AveragedModel``
-    does. Averages are float32 (float64 for float64) and part of the optimizer's state, under the
-    name ``average``: state dicts, ``FSDP.optim_state_dict`` and ``fsdpc.checkpoint`` save, load and
-    reshard them as they do any state. They cost 4 bytes per parameter of a shard.
+    rank's shards. This needs no communication, and the averages have the same bits as those of the
+    unsharded model. The first value taken is a copy of the parameter, as in
+    ``torch.optim.swa_utils.AveragedModel``. Averages are float32 (float64 for float64 parameters)
+    and part of the optimizer's state, under the name ``average``: state dicts,
+    ``FSDP.optim_state_dict`` and ``fsdpc.checkpoint`` save, load and reshard averages like any
+    other state. A float32 average takes 4 bytes per element of a shard.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``, of ``fsdpc.optim`` or torch, over parameters of
-            ``FullyShardedDataParallel``, of ``fully_shard``, or plain ones. Make the average on
-            every rank, before a state dict with averages is loaded.
-        decay: the weight of the average so far, 0 to 1; or a function of the number of values
-            taken so far (1 at the second one), for a warm-up: ``Average.warm_up(0.999)``. None:
-            the uniform average. A group's own ``average_decay`` overrides it.
+            ``FullyShardedDataParallel``, of ``fully_shard``, or plain parameters. Make the average
+            on every rank, before a state dict with averages is loaded.
+        decay: the weight of the old average when a value is taken, from 0 to 1. It may be a
+            function of the number of values taken before (1 when the second value is taken), for
+            example for a warm-up: ``Average.warm_up(0.999)``. None: the uniform average. The option
+            ``average_decay`` of a parameter group overrides ``decay`` for that group.
         every: steps between two values taken.
         after: steps before the first value is taken.
 
-    ``ValueError``: a number is out of range. ``TypeError``: ``optimizer`` only wraps another.
-    ``NotImplementedError``: the optimizer has an average already.
+    ``ValueError``: a number is out of range. ``TypeError``: ``optimizer`` is only a wrapper around
+    another optimizer. ``NotImplementedError``: the optimizer has an average already.
 
     Sources: Polyak and Juditsky 1992; arXiv 1803.05407 (SWA); ``torch.optim.swa_utils``.
     """
@@ -75,11 +77,12 @@ class Average:
         self.decay = decay
         self.every = every
         self.after = after
-        # For each parameter that shows its average: the parameter's own values (None: they are in
-        # the average's memory), and its counts of writes then.
+        # For each parameter that holds its average now: a copy of the parameter's own values (None:
+        # they are in the average's memory), and the parameter's counts of writes at the swap.
         self._in_model: dict[Tensor, tuple[Tensor | None, list[int]]] = {}
         self._loading: Mapping[str, Any] | None = None
-        # In the step under way: ids of parameters whose averages have moved; weights by group's id.
+        # For the current step: ids of the parameters whose averages have been updated, and the
+        # weight of the new values by the id of the group.
         self._taken: set[int] = set()
         self._weights: dict[int, float] = {}
         optimizer._fsdpc_average = self  # type: ignore[attr-defined]
@@ -91,20 +94,22 @@ class Average:
 
     @staticmethod
     def warm_up(decay: float, ramp: float = 10.0) -> Callable[[int], float]:
-        """``min(decay, (1 + n) / (ramp + n))`` after n values, like the decay of TensorFlow's
-        ``ExponentialMovingAverage`` with ``num_updates``. Local.
+        """Return a decay function whose value is ``min(decay, (1 + n) / (ramp + n))`` after n
+        values, like the decay of TensorFlow's ``ExponentialMovingAverage`` with ``num_updates``.
+        Local.
         """
         _check_decay(decay)
         return lambda taken: min(decay, (1 + taken) / (ramp + taken))
 
     def of(self, param: Tensor) -> Tensor:
-        """The average of a parameter's shard, of its shape: a DTensor for a DTensor. Local.
+        """Return the average of a parameter's shard. The average has the shard's shape, and is a
+        DTensor if the parameter is a DTensor. Local.
 
         ``KeyError``: no value of this parameter has been taken yet.
         """
         if AVERAGE not in self.optimizer.state.get(param, {}):
             if local_of(param).numel() == 0:
-                return _copy(param)  # this rank holds nothing of the parameter
+                return _copy(param)  # this rank has no element of the parameter
             raise KeyError(
                 f"a parameter of shape {tuple(param.shape)} has no average: no step of the "
                 "optimizer that trains it has been taken yet"
@@ -113,19 +118,21 @@ class Average:
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """Within the block the parameters of ``model`` hold their averages; after it they hold
-        their own values again, to the bit.
+        """Let the parameters of ``model`` hold their averages inside the ``with`` block. After the
+        block they hold their own values again, to the bit.
 
-        For evaluation, and for exports: ``fsdpc.checkpoint.save(path, model)`` inside writes the
-        averages as plain files. Values and averages of float32 parameters swap their places, a
-        parameter at a time; a narrow parameter's values are kept beside. Parameters without an
-        average, and buffers, stay. Every rank must do so, between the same steps. Local.
+        Use the block for evaluation and for exports: ``fsdpc.checkpoint.save(path, model)`` inside
+        the block writes the averages as plain files. Parameters are changed one at a time. A
+        float32 parameter swaps its values with the average. A narrower parameter is overwritten,
+        after a copy of its values has been made. Buffers, and parameters without an average, do not
+        change. Every rank must enter the block, between the same steps. Local.
 
-        ``RuntimeError``: a block for the same parameters is open, or the model has gathered
-        parameters (between a forward and its backward, in ``summon_full_params``). Inside the block
-        the optimizer's ``step``, ``state_dict`` and ``load_state_dict`` raise it, and a backward
-        that steps units; so does the end, with the values back, if parameters were written inside
-        (loaded, or stepped by another optimizer; what ``summon_full_params`` writes is not seen).
+        Raises ``RuntimeError`` if a block for the same parameters is open, or if the model has
+        gathered parameters (between a forward and its backward, or in ``summon_full_params``).
+        Inside the block, the optimizer's ``step``, ``state_dict`` and ``load_state_dict``, and a
+        backward that steps units, raise ``RuntimeError``. The end of the block restores the values,
+        and then raises ``RuntimeError`` if the block wrote to parameters (by a load, or a step of
+        another optimizer; writes through ``summon_full_params`` are not detected).
         """
         own = set(model.parameters())
         units = (owner_of(param) for param in self._averaged())
@@ -162,20 +169,22 @@ class Average:
     # --- taking values ---------------------------------------------------------------------------
 
     def _weight_in_pass(self, group: dict[str, Any]) -> float | None:
-        """The weight of a group's new values, for an optimizer whose own pass moves the averages
-        that exist, and tells ``_took`` which. None: the pass must move none, because this step
-        takes none or the first, or other hooks run before ``_take``. Local.
+        """Return the weight of a group's new values for an optimizer that updates averages while it
+        updates the parameters, and then calls ``_took``. Return None if the optimizer must not
+        update averages: this step takes no value, this step takes the first value, or other hooks
+        of the step run before ``_take``. Local.
         """
         first = first_step_post_hook(self.optimizer) == self._behind.id
         return self._weight(group) if first and self._is_due(group) and group.get(COUNT) else None
 
     def _took(self, params: Iterable[Tensor]) -> None:
-        """Note that the averages of these parameters have moved in the step under way. Local."""
+        """Note that the current step has updated the averages of these parameters. Local."""
         self._taken.update(map(id, params))
 
     def _within(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor | None]:
-        """For each value the average that a pass over the values can move; None: the value is not
-        all of its parameter, or has no average that fits. Local.
+        """Return, for each value, the average that a pass over the values can update. It is None if
+        the value is only a part of its parameter, or if there is no average of the right layout and
+        dtype. Local.
         """
         found: list[Tensor | None] = []
         for param, value in zip(params, values, strict=True):
@@ -195,7 +204,7 @@ class Average:
         return self._weights[id(group)]
 
     def _forget(self) -> None:
-        """Forget what belongs to the step under way."""
+        """Clear what was noted for the current step."""
         self._taken.clear()
         self._weights.clear()
 
@@ -214,11 +223,15 @@ class Average:
         self._forget()
 
     def _is_stepped(self, group: dict[str, Any], param: Tensor) -> bool:
-        """Whether ``param`` is stepped. If not, it gets no average: it would no longer look new."""
+        """Return whether the optimizer steps ``param``. A parameter that is not stepped must not
+        get an average, because optimizers create a parameter's states only if the parameter has
+        no state yet.
+        """
         if self.optimizer.state.get(param) or param.grad is not None:
             return True
         names = getattr(self.optimizer, "_names", None)
-        inside = getattr(self.optimizer, "_inside", None) is not None  # its gradients are gone
+        # An optimizer that steps units in backward has freed their gradients by now.
+        inside = getattr(self.optimizer, "_inside", None) is not None
         return inside and names is not None and not names(group)
 
     def _take_group(self, group: dict[str, Any], skipped: Tensor | None) -> None:
@@ -280,7 +293,9 @@ class Average:
             copies[param].copy_(value)
 
     def refuse_shown(self, what: str) -> None:
-        """``RuntimeError``: inside ``applied``, ``what`` would take averages for values. Local."""
+        """Raise ``RuntimeError`` inside a block of ``applied``. ``what``: the call that would use
+        the averages as values. Local.
+        """
         if self._in_model:
             raise RuntimeError(
                 f"{what} inside Average.applied(): {len(self._in_model)} parameters have their "
@@ -289,7 +304,8 @@ class Average:
 
     def _before_step(self, *_: Any) -> None:
         self.refuse_shown("optimizer.step()")
-        if getattr(self.optimizer, "_inside", None) is None:  # else units have stepped already
+        # If units step in backward, averages of this step have already been noted: keep the notes.
+        if getattr(self.optimizer, "_inside", None) is None:
             self._forget()
 
     def _before_state_dict(self, *_: Any) -> None:
@@ -302,7 +318,9 @@ class Average:
         self._loading = state_dict
 
     def _after_load(self, optimizer: Any) -> None:
-        """Restore the averages' dtypes: torch has cast states to their parameters' dtypes."""
+        """Load averages again from the state dict, because torch has cast them to the parameters'
+        dtypes.
+        """
         given, self._loading = self._loading, None
         assert given is not None
         self._forget()
@@ -312,12 +330,13 @@ class Average:
             saved = given["state"].get(number, {}).get(AVERAGE)
             if saved is not None:
                 optimizer.state[param][AVERAGE] = _copy(saved, like=param)
-            elif param in optimizer.state:  # of a step that torch does only to create states
+            elif param in optimizer.state:  # made by a step whose only purpose is to create states
                 optimizer.state[param].pop(AVERAGE, None)
 
     def take_spans(self, param: Tensor, parts: Sequence[Tensor | None]) -> None:
-        """Set the average of a parameter of a ``BlockOptimizer`` from what a checkpoint has of each
-        whole parameter in it. Local.
+        """Set the average of a parameter of a ``BlockOptimizer`` from a checkpoint. ``parts``: this
+        rank's elements of the average of each whole parameter in ``param``; None where the
+        checkpoint has no average. Local.
         """
         value = local_of(param)
         made = torch.zeros(value.numel(), dtype=wide(param.dtype), device=value.device)
@@ -344,7 +363,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _copy(value: Tensor, like: Tensor | None = None) -> Tensor:
-    """A wide copy on the device of ``like``, a DTensor if ``like`` is one."""
+    """Return a float32 or float64 copy of ``value`` on the device of ``like`` (None: of ``value``).
+    The copy is a DTensor if ``like`` is a DTensor.
+    """
     like = value if like is None else like
     own, target = local_of(value.detach()), local_of(like)
     made = own.to(target.device, wide(like.dtype), copy=True).contiguous()
@@ -365,7 +386,9 @@ def _swap(one: Tensor, other: Tensor) -> None:
 def _lerp(
     averages: list[Tensor], values: list[Tensor], weight: float, skipped: Tensor | None
 ) -> None:
-    """Move the averages. ``skipped``: on a GPU, 1 if the step was skipped, so that none moves."""
+    """Update the averages. ``skipped``: None, or a tensor on a GPU that is 1 if the step was
+    skipped. The averages of a skipped step do not change.
+    """
     if skipped is None:
         foreach_lerp(averages, values, weight)
         return

@@ -16,11 +16,11 @@ class Lion(FusedOptimizer):
     """Lion (Chen et al., arXiv 2302.06675); 4 bytes of state per float32 parameter.
 
     ``p = p * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)``, then
-    ``m = beta2 * m + (1 - beta2) * g``. The paper's advice: a learning rate 3 to 10 times smaller
-    than AdamW's and a weight decay 3 to 10 times larger. A difference in the last bit of a
-    gradient may turn a sign: compare runs by their losses.
+    ``m = beta2 * m + (1 - beta2) * g``. The paper recommends a learning rate 3 to 10
+    times smaller than AdamW's and a weight decay 3 to 10 times larger. A difference in the last bit
+    of a gradient may flip the sign of an update, so compare runs by their losses.
 
-    States: ``step``, and ``exp_avg`` in the parameter's dtype. ``offload``: a ``Disk`` or a
+    The states are ``step``, and ``exp_avg`` in the parameter's dtype. ``offload``: a ``Disk`` or a
     ``Host`` to keep ``exp_avg`` on.
     """
 

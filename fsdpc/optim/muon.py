@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalised matrix by matrix; AdamW for what is no matrix."""
+"""Muon: orthogonalised momentum for matrices, and AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -23,47 +23,51 @@ ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 class Muon(MatrixOptimizer):
     """Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/), with the arguments,
-    defaults and results of ``torch.optim.Muon``: 4 bytes of states per element of a float32 matrix.
+    defaults and results of ``torch.optim.Muon``. A float32 matrix takes 4 bytes of states per
+    element.
 
-    Parameters that are no matrices, embeddings and output layers are stepped by AdamW, as
-    by ``fsdpc.optim.AdamW``, in the same groups: with ``adamw_lr`` (None: ``lr``; a scheduler that
-    changes ``lr`` changes both by the same factor), ``adamw_betas``, ``adamw_eps`` and
-    ``adamw_weight_decay`` (None: ``weight_decay``). The first of these rules that knows a
-    parameter decides:
+    Parameters that are not matrices, embeddings and output layers are stepped by the rule of
+    ``fsdpc.optim.AdamW``. They may be in the same groups as matrices. AdamW's options are
+    ``adamw_lr`` (None: ``lr``; a scheduler that changes ``lr`` changes both by the same factor),
+    ``adamw_betas``, ``adamw_eps`` and ``adamw_weight_decay`` (None: ``weight_decay``). Whether a
+    parameter is a matrix is decided by the first of these rules that applies to the parameter:
 
-    1. ``use_muon`` of its group: True takes all its parameters of 2 and 3 dimensions, False none.
-       In a group with False, ``lr``, ``betas``, ``eps`` and ``weight_decay`` are AdamW's.
-    2. ``matrices(name, shape)``, called for parameters of 2 and more dimensions: True or False, or
-       None for the next rules.
-    3. Names, from ``model.named_parameters()`` or FSDP's units: embeddings (the module's or the
-       parameter's own name contains ``embed`` or ``embd``, or is ``wte``, ``wpe`` and the like)
-       and output layers (the module is called ``lm_head``, ``head``, ``output``, ``classifier``,
-       ``score``, ``decoder``...) go to AdamW, and so do biases, such as those of stacked experts.
-    4. Two dimensions are a matrix. Three are a matrix for each index of the first dimension, if a
-       part of the name is ``expert`` or ends in ``experts``. Everything else goes to AdamW, with a
-       warning for three and more dimensions, which may be matrices under another view.
+    1. ``use_muon`` of the parameter's group. If True, all parameters of the group that have 2 or 3
+       dimensions are matrices; if False, none are. In a group with False, ``lr``, ``betas``,
+       ``eps`` and ``weight_decay`` are AdamW's.
+    2. ``matrices(name, shape)``, called for parameters of 2 or more dimensions. It returns True or
+       False, or None to leave the decision to the next rules.
+    3. Names, from ``model.named_parameters()`` or FSDP's units. Embeddings (the module's or the
+       parameter's own name contains ``embed`` or ``embd``, or is ``wte``, ``wpe`` or similar),
+       output layers (the module is called ``lm_head``, ``head``, ``output``, ``classifier``,
+       ``score``, ``decoder``...) and biases, such as those of stacked experts, go to AdamW.
+    4. The number of dimensions. A parameter of two dimensions is a matrix. A parameter of three
+       dimensions is one matrix for each index of the first dimension, if a part of its name is
+       ``expert`` or ends in ``experts``. Every other parameter goes to AdamW. If such a parameter
+       has three or more dimensions, there is a warning, because another view of the parameter may
+       be a matrix.
 
-    Parameters without names are all matrices if all have two dimensions (as in torch); otherwise
-    a missing name is a ``ValueError``.
+    Rules 3 and 4 need names. Without a name, a parameter is a matrix if all parameters of its group
+    have two dimensions, as in torch. If they do not, ``ValueError`` is raised.
 
-    ``split``: parameters that hold several matrices, by the last parts of the name, or by a
-    function of name and shape. ``3`` cuts the rows into three equal matrices, ``[d, k, k]`` into
-    matrices of so many rows, ``(1, 3)`` and ``(1, [d, k, k])`` the columns; of parameters of three
-    dimensions each matrix is cut. ``ns_dtype``: the iteration's, ``torch.bfloat16`` as in torch,
-    or ``torch.float32``.
+    ``split`` says which parameters consist of several matrices. It is a dict from the last parts of
+    names to splits, or a function of name and shape. ``3`` cuts the rows into three equal matrices,
+    ``[d, k, k]`` into matrices of d, k and k rows. ``(1, 3)`` and ``(1, [d, k, k])`` cut the
+    columns in the same way. In a parameter of three dimensions every matrix is cut. ``ns_dtype`` is
+    the dtype of the iteration: ``torch.bfloat16``, as in torch, or ``torch.float32``.
 
     A step is collective over the ranks that share matrices, and every rank must call ``step`` as
-    often as the others. Each matrix is whole at one rank, its owner, for the iteration; elements
-    travel once there and once back, in the dtype of the iteration. Owners are dealt by the
-    iteration's cost, alike on all ranks. So results of float32 parameters do not depend on the
-    number of ranks, and are ``torch.optim.Muon``'s to the bit on processors with equal numbers of
-    threads; for narrow ones torch rounds the learning rate on processors, and this class does not.
-    A step takes the matrices round by round, so that it needs memory for a few of the largest size,
-    or 256 MiB for smaller ones (512 MiB in float32).
+    often as the others. For the iteration, one rank, the owner, has the whole matrix. Each element
+    is sent to the owner once and back once, in the dtype of the iteration. All ranks compute the
+    same assignment of owners, which balances the iteration's cost. Results of float32 parameters
+    do not depend on the number of ranks, and on CPUs are equal to those of ``torch.optim.Muon`` to
+    the bit for equal numbers of threads. For narrower parameters on CPUs torch rounds the learning
+    rate, and this class does not. A step processes the matrices in rounds, so that it needs memory
+    for a few matrices of the largest size, or 256 MiB if matrices are smaller (512 MiB in float32).
 
-    ``offload``: a ``Disk`` to keep states on; those of matrices are stepped in a mapping of the
-    file. ``NotImplementedError``: a ``Host`` for parameters on a GPU, ``masters=True``,
-    ``checksum=True``, and DTensors that are not cut by rows.
+    ``offload``: a ``Disk`` to keep states on. A step updates the states of matrices in a memory
+    mapping of the file. Raises ``NotImplementedError`` for a ``Host`` with parameters on a GPU, for
+    ``masters=True``, for ``checksum=True``, and for DTensors that are not cut by rows.
     """
 
     _flag = "use_muon"
@@ -120,7 +124,7 @@ class Muon(MatrixOptimizer):
         return self._dtype
 
     def _give(self, stretch: Stretch, piece: Piece, scaling: Scaling, lanes: Tensor) -> None:
-        """Step the momentum of a piece, and send what is orthogonalised."""
+        """Step the momentum of a piece, and write to ``lanes`` what the owner orthogonalises."""
         options = piece.member.options
         buffer = piece_of(part(self.state[stretch.param][MOMENTUM], stretch.span), piece)
         factor, found = options["momentum"], scaling.control.found_inf
@@ -132,7 +136,7 @@ class Muon(MatrixOptimizer):
         lanes[0].copy_(grad.lerp(buffer, factor) if options["nesterov"] else buffer)
 
     def _apply(self, member: Member, lanes: Tensor, step: int) -> Tensor:
-        """Orthogonalise each of the matrices that stand side by side. Overwrites ``lanes``."""
+        """Orthogonalise each of the matrices side by side in ``lanes[0]``. Overwrites ``lanes``."""
         options, widths = member.options, member.matrix.widths
         iteration = options["ns_coefficients"], options["ns_steps"], options["eps"]
         if len(widths) == 1:
@@ -152,9 +156,10 @@ class Muon(MatrixOptimizer):
 def newton_schulz(
     matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
-    """Do ``x = a x + (b (x x^T) + c (x x^T)^2) x`` for ``steps`` times, from ``matrix`` divided by
-    its norm, at least ``eps``: about the orthogonal factor of its polar decomposition. By torch's
-    operators, in the order and with the strides of ``torch.optim.Muon``. Overwrites ``matrix``.
+    """Return approximately the orthogonal factor of the polar decomposition of ``matrix``. The
+    iteration begins with ``matrix`` divided by its norm (at least by ``eps``), and repeats
+    ``x = a x + (b (x x^T) + c (x x^T)^2) x`` ``steps`` times. Uses torch's operators, in the order
+    and with the strides of ``torch.optim.Muon``. Overwrites ``matrix``.
     """
     a, b, c = coefficients
     tall = matrix.size(0) > matrix.size(1)
@@ -167,7 +172,7 @@ def newton_schulz(
 
 
 def adjustment(kind: str | None, rows: int, columns: int) -> float:
-    """What multiplies the learning rate of a matrix, as in ``torch.optim.Muon``."""
+    """Return the factor of a matrix's learning rate, as in ``torch.optim.Muon``."""
     if kind == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))

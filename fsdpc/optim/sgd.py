@@ -17,10 +17,11 @@ class SGD(FusedOptimizer):
     """Stochastic gradient descent with torch's argument names, defaults and states.
 
     Steps equal ``torch.optim.SGD(..., fused=True)`` on the host to the bit for float32 and float64,
-    except a tensor's last ``numel % 16`` elements, which torch's kernel rounds in another way. (Its
-    16-bit kernel leaves whole vectors of parameters unchanged in torch 2.13; this one does not.)
+    except a tensor's last ``numel % 16`` elements, which torch's kernel rounds in another way. (In
+    torch 2.13 the kernel for 16-bit parameters leaves whole vectors of elements unchanged; this
+    class updates them.)
 
-    State: ``momentum_buffer``, in the parameter's dtype, if ``momentum`` is not 0.
+    The state is ``momentum_buffer``, in the parameter's dtype, if ``momentum`` is not 0.
     ``offload``: a ``Disk`` or a ``Host`` to keep the buffer on. ``foreach`` and
     ``fused`` are accepted and have no effect; ``differentiable=True`` is refused.
     """
@@ -53,7 +54,7 @@ class SGD(FusedOptimizer):
         return self._state_names if group["momentum"] != 0 else ()
 
     def _begin_group(self, group: dict[str, Any], found: Members) -> None:
-        """Buffers are made in the step, which must know which of them are new."""
+        """Do nothing: ``_counters`` makes the buffers, because it must know which are new."""
 
     def _rule(self, group: dict[str, Any], scaling: Scaling) -> Rule:
         return scaling.rule(
@@ -66,9 +67,10 @@ class SGD(FusedOptimizer):
         )
 
     def _counters(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
-        """One counter per parameter: 0 while its momentum buffer has no value, else 1. On the host
-        all parameters share two tensors. On a GPU a first step may be skipped, which only the GPU
-        knows, so each counter is kept there. Makes the buffers.
+        """Return one counter per parameter: 0 while its momentum buffer has no value, else 1. On
+        the host, parameters with the same count share one tensor. On a GPU, a first step may be
+        skipped without the host knowing, so each parameter has its own counter on the GPU. Also
+        make the momentum buffers that do not exist yet.
         """
         on_host: dict[bool, Tensor] = {}
         counters = []

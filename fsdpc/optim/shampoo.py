@@ -1,4 +1,4 @@
-"""Shampoo: gradients between inverse roots of their second moments by rows and columns."""
+"""Shampoo: gradients preconditioned by inverse roots of second moments of rows and columns."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from fsdpc.optim.soap import SIDES, Preconditioned, average
 
 
 class Shampoo(Preconditioned):
-    """Shampoo (Gupta et al., arXiv 1802.09568) as in training of networks (Anil et al., arXiv
-    2002.09018): ``L^(-1/4) m R^(-1/4)`` of the first moment m, with L and R averages of ``g g^T``
-    and ``g^T g``. States of an m x n matrix: 8 bytes per element, and 8 (m^2 + n^2) bytes, all at
-    the matrix's owner.
+    """Shampoo (Gupta et al., arXiv 1802.09568) in the form for neural networks (Anil et al., arXiv
+    2002.09018). The update is ``L^(-1/4) M R^(-1/4)``, where M is the first moment, and L and R are
+    averages of ``g g^T`` and ``g^T g``. An m x n matrix takes 8 bytes of states per element and
+    another 8 (m^2 + n^2) bytes, all on the rank that owns the matrix.
 
-    L and R are divided by ``1 - betas[1]^t``. The inverse roots are made in float64 by
-    ``torch.linalg.eigh``, in the first step and then every ``precondition_frequency`` steps, with
-    ``eps`` times the largest eigenvalue added to each. A side of more than
-    ``max_precondition_dim`` is left alone, and the other side's power is then ``-1/2``; a matrix of
-    two such sides has the update of Adam. With ``grafting`` an update gets the length of Adam's
-    (with ``grafting_eps``), and so Adam's learning rates; without, ``lr`` is Shampoo's own.
+    L and R are divided by ``1 - betas[1]^t``. The inverse roots are computed in float64 by
+    ``torch.linalg.eigh``, in the first step and then every ``precondition_frequency`` steps, after
+    ``eps`` times the largest eigenvalue is added to each eigenvalue. A side of more than
+    ``max_precondition_dim`` has no root, and the power of the other side is then ``-1/2``. A matrix
+    with two such sides has the update of Adam. With ``grafting``, an update is scaled to the norm
+    of Adam's update (with ``grafting_eps``), so that Adam's learning rates can be used. Without
+    ``grafting``, ``lr`` must be chosen for Shampoo.
 
-    Which parameters are matrices, ``matrices``, ``split`` and AdamW's part of the others (with
-    ``adamw_...``; None: the matrices' numbers, and an ``adamw_eps`` of 1e-8) are as in ``Muon``,
-    with ``use_shampoo`` in groups. What travels and what is collective: as in ``SOAP``.
+    As in ``Muon``, ``matrices``, ``split``, and ``use_shampoo`` in groups decide which parameters
+    are matrices, and AdamW steps the others with the options ``adamw_...`` (None: the option
+    without ``adamw_``). The default of ``adamw_eps`` is 1e-8. What ranks send and which methods are
+    collective is as in ``SOAP``.
 
-    ``offload``, and when ``NotImplementedError`` is raised: as for ``Muon``.
+    ``offload``, and the cases in which ``NotImplementedError`` is raised, are as in ``Muon``.
     """
 
     _flag = "use_shampoo"
@@ -86,7 +88,9 @@ class Shampoo(Preconditioned):
 
 
 def inverse_root(matrix: Tensor, power: float, eps: float) -> Tensor:
-    """A power of a matrix, after ``eps`` times the largest eigenvalue is added to each of them."""
+    """Return a power of a symmetric matrix. First ``eps`` times the largest eigenvalue is added to
+    each eigenvalue.
+    """
     values, vectors = torch.linalg.eigh(matrix.double())
     largest = values[-1:].clamp(min=1e-30)
     powers = values.clamp(min=0).add_(eps * largest).pow_(power)

@@ -19,8 +19,8 @@ SIDES = ("left", "right")
 
 
 class Preconditioned(MatrixOptimizer):
-    """What ``SOAP`` and ``Shampoo`` share: averages of ``g g^T`` and ``g^T g``, of the sides of a
-    matrix that are not larger than ``max_precondition_dim``.
+    """The base of ``SOAP`` and ``Shampoo``, which keep averages of ``g g^T`` and ``g^T g`` for the
+    sides of a matrix that are not larger than ``max_precondition_dim``.
     """
 
     _state_names = MOMENTS
@@ -37,7 +37,9 @@ class Preconditioned(MatrixOptimizer):
         check_number(options.get("grafting_eps", 0.0), "grafting_eps")
 
     def _work(self, member: Member) -> int:
-        """Products of both sides, and a step's share of decompositions (about 10 products each)."""
+        """Return the cost of a step: the products of both sides, and a step's share of the
+        decompositions, each of which costs about 10 products.
+        """
         options = member.options
         most, every = options["max_precondition_dim"], options["precondition_frequency"]
         work = 0
@@ -66,25 +68,25 @@ class Preconditioned(MatrixOptimizer):
 
 class SOAP(Preconditioned):
     """SOAP (Vyas et al., arXiv 2409.11321, algorithm 3): Adam in the eigenbases of averages of
-    ``g g^T`` and ``g^T g``. States of an m x n matrix: 8 bytes per element, and 8 (m^2 + n^2)
-    bytes, all at the matrix's owner.
+    ``g g^T`` and ``g^T g``. An m x n matrix takes 8 bytes of states per element and another
+    8 (m^2 + n^2) bytes, all on the rank that owns the matrix.
 
-    The bases are those of the first gradient, by ``torch.linalg.eigh``; every
-    ``precondition_frequency`` steps each takes one step of orthogonal iteration, ``Q = qr(A Q)``.
-    A side of more than ``max_precondition_dim`` has no basis; a matrix of two such sides is
-    stepped by AdamW's rule. The first moment is kept in the parameter's coordinates, the second in
-    the bases; with ``correct_bias`` both are divided as by Adam. ``shampoo_beta``: the averages'
-    beta; None: ``betas[1]``. The first step has an update, unlike that of the authors' code, which
-    only finds the bases.
+    The first step takes the bases from the first gradient, by ``torch.linalg.eigh``. Every
+    ``precondition_frequency`` steps, each basis takes one step of orthogonal iteration,
+    ``Q = qr(A Q)``. A side of more than ``max_precondition_dim`` has no basis; a matrix with two
+    such sides is stepped by AdamW's rule. The first moment is kept in the parameter's coordinates,
+    the second moment in the coordinates of the bases. With ``correct_bias`` both moments are
+    divided as in Adam. ``shampoo_beta`` is the beta of the averages (None: ``betas[1]``). The first
+    step updates parameters; in the authors' code the first step only computes the bases.
 
-    Which parameters are matrices, ``matrices``, ``split`` and AdamW's part of the others (with
-    ``adamw_...``; None: the matrices' numbers) are as in ``Muon``, with ``use_soap`` in groups.
-    Gradients travel to a matrix's owner, and updates back, in float32, so that results do not
-    depend on the number of ranks; a step, ``state_dict()`` (all states on all ranks) and
-    ``load_state_dict()`` are collective over the ranks that share matrices, and every rank must
-    call them as often as the others.
+    As in ``Muon``, ``matrices``, ``split``, and ``use_soap`` in groups decide which parameters are
+    matrices, and AdamW steps the others with the options ``adamw_...`` (None: the option without
+    ``adamw_``). Gradients are sent to a matrix's owner, and updates are sent back, in float32, so
+    that results do not depend on the number of ranks. A step, ``state_dict()`` (which returns all
+    states on all ranks) and ``load_state_dict()`` are collective over the ranks that share
+    matrices, and every rank must call them as often as the others.
 
-    ``offload``, and when ``NotImplementedError`` is raised: as for ``Muon``.
+    ``offload``, and the cases in which ``NotImplementedError`` is raised, are as in ``Muon``.
     """
 
     _flag = "use_soap"
@@ -122,7 +124,7 @@ class SOAP(Preconditioned):
         average(held, grad, beta, options["max_precondition_dim"])
         sides = [side for side in SIDES if side in held]
         if step == 1:
-            for side in sides:  # the largest first, so that the iteration keeps their order
+            for side in sides:  # flip: largest eigenvalues first; the iteration keeps this order
                 held[f"{side}_basis"] = torch.linalg.eigh(held[side])[1].flip(1).contiguous()
         for name in MOMENTS:
             held.setdefault(name, torch.zeros_like(grad))
@@ -142,7 +144,7 @@ class SOAP(Preconditioned):
 
 
 def average(held: dict[str, Tensor], grad: Tensor, beta: float, most: int) -> None:
-    """Step the averages of ``g g^T`` and ``g^T g``, of sides of at most ``most``."""
+    """Update the averages of ``g g^T`` and ``g^T g``, for sides that are at most ``most`` long."""
     for side, one in zip(SIDES, (grad, grad.T), strict=True):
         if one.size(0) <= most:
             product = one @ one.T
@@ -150,6 +152,6 @@ def average(held: dict[str, Tensor], grad: Tensor, beta: float, most: int) -> No
 
 
 def rotated(matrix: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
-    """The matrix in the coordinates of the bases of its sides: a new tensor."""
+    """Return a new tensor: the matrix in the coordinates of the bases of its sides."""
     new = bases["left"].T @ matrix if "left" in bases else matrix.clone()
     return new @ bases["right"] if "right" in bases else new

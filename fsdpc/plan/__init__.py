@@ -1,5 +1,5 @@
-"""Memory and time of training steps: plans, reports, checks. The rest of ``fsdpc`` imports none.
+"""Memory and time of training steps: plans, reports, checks.
 
-For users there are the commands, ``fsdpc.memory_report`` and ``fsdpc.profile_memory``; names of
-modules in this folder may change.
+No other folder of ``fsdpc`` imports a module of this one. Users call the commands,
+``fsdpc.memory_report`` and ``fsdpc.profile_memory``; names of modules in this folder may change.
 """

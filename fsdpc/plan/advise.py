@@ -1,4 +1,4 @@
-"""What each switch would change, and which plans fit a card, fastest first."""
+"""The effect of each switch of a plan, and the plans that fit a card, fastest first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fsdpc.plan.states import optimizer
 
 DISK_BUFFERS = 96 << 20  # bytes
 
-# (label, changes); a change that is in force already is left out.
+# Each switch: (label, the fields of ``Setup`` that it changes, with their new values). A switch is
+# left out if the setup has all these values already.
 SWITCHES: tuple[tuple[str, dict[str, object]], ...] = (
     ("checkpoint every block", {"checkpointing": 1.0}),
     ("checkpoint every second block", {"checkpointing": 0.5}),
@@ -38,7 +39,9 @@ OWN_UNITS = "embedding and head as units of their own"
 
 @dataclass(frozen=True)
 class Effect:
-    """What a switch does to the bytes at the peak, or at another moment; negative is less."""
+    """The bytes that a switch adds (negative: it frees memory) at the peak, or at the moments that
+    the function ``held`` of ``effects`` compares.
+    """
 
     label: str
     bytes: int
@@ -47,14 +50,14 @@ class Effect:
 
 @dataclass(frozen=True)
 class Change(Effect):
-    """An effect, with the seconds that it adds to a step."""
+    """An effect, with the seconds that the switch adds to a step."""
 
     seconds: float
-    share: float  # those seconds, as a part of the step's
+    share: float  # ``seconds`` divided by the time of the step without the switch
 
 
 def changes(build: Build, base: Plan, card: Card, other: Build | None = None) -> list[Change]:
-    """Every switch by itself, the one that frees most first; those without effect are left out."""
+    """Return the effect of each switch by itself, largest saving first; without zero effects."""
     before = cost(base, card).step
     found = []
     for effect in effects(build, base, other=other):
@@ -72,8 +75,8 @@ def peak_bytes(made: Plan) -> int:
 def effects(
     build: Build, base: Plan, held: Callable[[Plan], int] = peak_bytes, other: Build | None = None
 ) -> list[Effect]:
-    """Every switch by itself, the one that frees most first. ``held``: the bytes that are compared.
-    ``other``: the model with embedding and head in units of their own.
+    """Return the effect of each switch by itself, largest saving first. ``held`` returns the bytes
+    of a plan that are compared. ``other``: the model with embedding and head as separate units.
     """
     found = []
     if other is not None:
@@ -113,7 +116,7 @@ def _switches(
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A plan that fits. ``means``: what the plan does that the user's setup does not."""
+    """A plan that fits. ``means``: the switches that this plan has and the user's setup lacks."""
 
     plan: Plan
     cost: Cost
@@ -124,7 +127,7 @@ class Suggestion:
         return ", ".join(self.without())
 
     def without(self, known: Sequence[str] = ()) -> list[str]:
-        """The parts of the label, without means that are ``known``."""
+        """Return the parts of the label, except the means in ``known``."""
         setup = self.plan.setup
         batch = f"micro-batch {setup.micro_batch} x {setup.accumulation}"
         more = [each for each in self.means if each not in known]
@@ -136,8 +139,8 @@ class Suggestion:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Plans of one kind differ only by the world, the batch, what costs nothing, and the
-        optimizer if its states are not in the GPU's memory.
+        """The key that similar plans share: they differ only in the world, in the batch, in means
+        that cost no time, and in the optimizer if its states are not in the GPU's memory.
         """
         free = {"adamw-fused", FUSED_LOSS, OWN_UNITS, STEPS, ONE_SLOT}
         if any(label in self.means for label, _ in _STATES):
@@ -145,7 +148,7 @@ class Suggestion:
         return (self.plan.setup.strategy, *(each for each in self.means if each not in free))
 
     def beats(self, other: Suggestion) -> bool:
-        """Whether ``other`` has no advantage; a difference of 2 % does not count."""
+        """Return whether ``other`` has no advantage of more than 2 % over this plan."""
         return (
             self is not other
             and set(self.means) <= set(other.means)
@@ -159,7 +162,8 @@ class Suggestion:
 FUSED_LOSS, STEPS, ONE_SLOT = "fused loss", "steps in backward", "one slot"
 Means = tuple[tuple[str, dict[str, object]], ...]
 NOTHING: tuple[str, dict[str, object]] = ("", {})
-# What may be done about activations and states (one entry of each at a time), and for free.
+# The search tries one entry of _ACTIVATIONS and one of _STATES at a time. Means in _FREE cost no
+# time.
 _ACTIVATIONS: Means = (
     NOTHING,
     ("recompute 50%", {"checkpointing": 0.5}),
@@ -186,10 +190,11 @@ def suggest(
     worlds: Iterable[int] = (),
     limit: int = 8,
 ) -> list[Suggestion]:
-    """Plans whose upper bound fits ``usable`` bytes, most tokens per second and GPU first: one of
-    each kind, and none that another beats. Searches strategy, where states are, activations, loss,
-    steps in backward, micro-batch and slots, over the optimizers and worlds given, with the wrap of
-    ``builds`` that needs least.
+    """Return plans whose upper bound fits ``usable`` bytes, most tokens per second and GPU first.
+    There is one plan of each kind, and no plan that another plan beats. The search tries each of
+    the given optimizers and worlds, with the wrap of ``builds`` that needs the least memory. It
+    varies strategy, the place of states, activations, loss, steps in backward, micro-batch and
+    slots.
     """
     found: list[Suggestion] = []
     wrap = min(builds, key=lambda name: plan(builds[name], setup).upper)
@@ -217,8 +222,10 @@ def suggest(
 def _largest_batches(
     build: Build, setup: Setup, card: Card, usable: int, means: tuple[str, ...]
 ) -> Iterator[Suggestion]:
-    """For each treatment of activations the largest micro-batch that fits, of the powers of two up
-    to what a step of the setup has. One gather and one reduce slot only where more do not fit.
+    """Yield, for each entry of ``_ACTIVATIONS``, the plan with the largest micro-batch that fits.
+    If means of ``_FREE`` let a larger micro-batch fit, also yield the plan with these means.
+    Micro-batches are powers of two, up to the sequences of a whole step. Plans have one gather slot
+    and one reduce slot only if none fits with more slots.
     """
     least = replace(setup, checkpointing=1.0, micro_batch=1, loss="fused")
     one = {"gather_slots": 1, "reduce_slots": 1}
@@ -227,12 +234,12 @@ def _largest_batches(
         setup, means = replace(setup, **one), (*means, ONE_SLOT)  # type: ignore[arg-type]
         if plan(build, replace(least, **one)).upper > usable:  # type: ignore[arg-type]
             return
-    given = model.traced and not model.sized  # inputs decide the micro-batch
+    given = model.traced and not model.sized  # the inputs fix the micro-batch
     total = 1 if given else setup.micro_batch * setup.accumulation
-    whole = total  # each free means is tried only if the whole batch does not fit without
+    whole = total  # if this micro-batch fits, no more means of _FREE are tried
     for label, values in _ACTIVATIONS:
         if model.traced and ("compress" in values or "offload_activations" in values):
-            continue  # priced by formula only
+            continue  # only models by formula can be planned with these
         reached = 0
         extra: dict[str, object] = {}
         said: tuple[str, ...] = ()
@@ -248,7 +255,9 @@ def _largest_batches(
 
 
 def _largest(build: Build, setup: Setup, usable: int, total: int) -> Plan | None:
-    """The plan with the largest micro-batch that fits; steps in backward need the whole batch."""
+    """Return the plan with the largest micro-batch that fits, or None. With steps in backward,
+    the only micro-batch that is tried is the whole batch.
+    """
     best, micro = None, 1
     while micro <= total:
         accumulation = setup.accumulation if total == 1 else -(-total // micro)
@@ -265,8 +274,9 @@ def _largest(build: Build, setup: Setup, usable: int, total: int) -> Plan | None
 
 
 def smallest_world(builds: dict[str, Build], setup: Setup, usable: int) -> int | None:
-    """The smallest power of two of ranks with which something fits: FULL_SHARD, micro-batch 1, full
-    checkpointing. None: nothing fits even with 131,072: activations or one unit are too large.
+    """Return the smallest number of ranks, a power of two, on which a plan with FULL_SHARD,
+    micro-batch 1 and full checkpointing fits. Return None if that plan does not fit on 131,072
+    ranks, because the activations or one unit are too large.
     """
     world = 1
     while world <= 1 << 17:

@@ -1,12 +1,13 @@
 """Accelerators by name: usable bytes, speeds and links, each with its source.
 
-``usable``: what the driver offers, in bytes; vendors' "80 GB" is neither 80e9 nor 80 * 2**30.
+``usable``: bytes that the driver offers; a vendor's "80 GB" is neither 80e9 nor 80 * 2**30 bytes.
 ``bandwidth``: bytes per second of the card's memory.
-``flops``: dense bf16 (fp16 on V100 and T4) with fp32 accumulation. ``link``: bytes per second in
-one direction between GPUs of a host, ``host``: between a GPU and its host. ``network``: a GPU's
-part of its host's interfaces (A10 to V100: of the largest hosts that AWS lists with such cards; one
-interface of 25 Gbit/s for a host of consumer cards, assumed). ``like``: the card whose published
-runs give the part of peak FLOPs that is reached.
+``flops``: FLOPs per second of dense bf16 products (fp16 on V100 and T4) with fp32 accumulation.
+``link``: bytes per second in one direction between two GPUs of a host. ``host``: the same between a
+GPU and its host. ``network``: bytes per second of the host's network interfaces, divided by
+the number of its GPUs (A10, L4, T4 and V100: on the largest hosts that AWS lists with such cards;
+consumer cards: one interface of 25 Gbit/s per host is assumed). ``like``: the card from whose
+published runs the fraction of peak FLOPs is taken.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Card:
     source: str
     network: float = 50e9  # one 400 Gbit/s interface per GPU
     like: str = "a100"
-    reached: float = 0.8  # the part of the network's rate that runs reach
+    reached: float = 0.8  # the fraction of the network's rate that runs reach
     latency: float = 10e-6  # seconds of a ring step between hosts
 
 
@@ -52,7 +53,7 @@ _ESTIMATED = _SHEET + "; usable bytes estimated"
 _MODAL = "usable bytes as Modal's GPU glossary lists them; speeds from the vendor's data sheet"
 _NVL = "95,830 MiB shown by the driver; " + _SHEET
 _TORCH = " GiB shown by torch; " + _SHEET
-_AWS, _ONE = 12.5e9 / 8, 3.125e9 / 8  # a GPU's part of a network, see the top
+_AWS, _ONE = 12.5e9 / 8, 3.125e9 / 8  # ``network`` on AWS's hosts, and of consumer cards
 CARDS = {
     c.name: c
     for c in (
@@ -83,7 +84,7 @@ def card(name: str) -> Card:
 
 
 def size(count: float) -> str:
-    """Bytes in GiB, or smaller units where GiB would show nothing."""
+    """Return ``count`` bytes as a text in GiB, or in a smaller unit below 0.1 GiB."""
     for unit, scale in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(count) >= 0.1 * scale:
             return f"{count / scale:,.2f} {unit}"
@@ -91,7 +92,9 @@ def size(count: float) -> str:
 
 
 def _scaled(text: str, scales: dict[str, float], like: str) -> float:
-    """``ArgumentTypeError``: ``text`` is no positive number with one of the units."""
+    """Return the number in ``text`` times the scale of its unit. ``ArgumentTypeError``: ``text`` is
+    not a positive number with one of the units.
+    """
     lower = text.strip().lower().removesuffix("/s")
     unit = next((unit for unit in scales if lower.endswith(unit)), None)
     try:
@@ -104,12 +107,12 @@ def _scaled(text: str, scales: dict[str, float], like: str) -> float:
 
 
 def bit_rate_of(text: str) -> float:
-    """A rate such as ``10Gbit`` in bytes per second. ``ArgumentTypeError``: no such rate."""
+    """Return a rate such as ``10Gbit`` in bytes per second. ``ArgumentTypeError``: not a rate."""
     return _scaled(text, {"gbit": 1e9 / 8, "mbit": 1e6 / 8}, "10Gbit or 947Mbit")
 
 
 def seconds_of(text: str) -> float:
-    """A time such as ``0.2ms`` or ``50us`` in seconds. ``ArgumentTypeError``: no such time."""
+    """Return a time such as ``0.2ms`` or ``50us`` in seconds. ``ArgumentTypeError``: not a time."""
     return _scaled(text, {"ms": 1e-3, "us": 1e-6, "s": 1.0}, "0.2ms or 50us")
 
 
@@ -119,8 +122,9 @@ def counted(count: int, what: str) -> str:
 
 
 def bytes_of(text: str, least: int = 1 << 20) -> int:
-    """A size such as ``24GB`` (1e9), ``22.5GiB`` (2**30) or ``25769803776`` as bytes.
-    ``ArgumentTypeError``: something else, or less than ``least``: a unit must be missing.
+    """Return the bytes of a size such as ``24GB`` (1e9), ``22.5GiB`` (2**30) or ``25769803776``.
+    ``ArgumentTypeError``: ``text`` is not a size, or is less than ``least`` bytes, which suggests
+    that the unit is missing.
     """
     lower = text.strip().lower()
     scales = {"gib": GIB, "mib": 1 << 20, "tb": 10**12, "gb": 10**9, "mb": 10**6, "g": 10**9}

@@ -1,4 +1,4 @@
-"""``python -m fsdpc check module:function``: does a sharded step give what the unsharded gives?"""
+"""``python -m fsdpc check module:function``: does a sharded step equal the unsharded step?"""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code 0: nothing differs; 1: an error was found; 2: the check itself failed."""
+    """Return the exit code. 0: no error was found; 1: an error was found; 2: the check failed."""
     if arguments.world < 1 or arguments.steps < 1:
         print("fsdpc check: --world and --steps must be at least 1", file=sys.stderr)
         return 2
@@ -75,8 +75,9 @@ def show(outcomes: list[dict[str, Any]], arguments: argparse.Namespace) -> int:
 def run_ranks(
     training: str, world: int, options: tuple[int, str], timeout: float
 ) -> list[dict[str, Any]]:
-    """Run all ranks. ``options``: steps and api. Returns results by rank, or ``{"failed": text}``.
-    Ranks that are late are ended.
+    """Run all ranks, and return one result for each; the result of a rank that failed is
+    ``{"failed": text}``. ``options``: steps and api. Ranks that run longer than ``timeout`` seconds
+    are killed.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="fsdpc-check-") as folder:
@@ -91,7 +92,9 @@ def run_ranks(
 
 
 def _wait(ranks: list[Any], folder: Path, timeout: float) -> None:
-    """Wait until all ranks have ended; after one has failed, the others have 10 s."""
+    """Wait until all ranks have ended. Kill those that still run at the deadline, which is 10 s
+    after one rank has failed, or ``timeout`` seconds after the start.
+    """
     deadline = time.monotonic() + timeout
     while any(p.is_alive() for p in ranks) and time.monotonic() < deadline:
         if any(p.exitcode not in (None, 0) for p in ranks):
@@ -120,7 +123,7 @@ def _rank(training: str, rank: int, world: int, options: Any, folder: str) -> No
     path.with_suffix(".part").write_text(json.dumps(out))
     path.with_suffix(".part").rename(path)
     sys.stdout.flush()
-    os._exit(1 if "failed" in out else 0)  # without handlers that wait for other ranks
+    os._exit(1 if "failed" in out else 0)  # skips exit handlers, which may wait for other ranks
 
 
 def _compare(training: str, rank: int, world: int, options: Any, folder: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``python -m fsdpc plan``: what a training step needs, what would change it, and what fits."""
+"""``python -m fsdpc plan``: memory and time of a training step, and the plans that fit a GPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code 0; 1: ``--suggest`` finds nothing that fits; 2: options do not go together."""
+    """Return the exit code. 0: success; 1: ``--suggest`` finds no plan that fits; 2: the options
+    contradict each other.
+    """
 
     def work() -> int:
         wanted = options.wanted(arguments)

@@ -1,8 +1,9 @@
 """One training step, sharded and unsharded on the same data: what ``fsdpc check`` runs.
 
 The user's function describes the training; see ``trace.Training``. Each rank runs its own batch on
-an unsharded copy, and the copies' gradients are averaged by ``torch.distributed`` alone. In fp32
-the two ways differ by some 5e-7; mistakes make 1e-3 and more.
+an unsharded copy, too. The copies' gradients are averaged by ``torch.distributed``, without the
+engine. In fp32 the sharded and the unsharded step differ by some 5e-7; mistakes in a program
+cause differences of 1e-3 and more.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from fsdpc._torch import default_group, tree_leaves, tree_map_only
 from fsdpc.plan.sources.trace import Training
 from fsdpc.plan.sources.traced import fully_shard_by, policy_for, training_of
 
-LIMIT = 1e-5  # relative L2 difference in fp32
+LIMIT = 1e-5  # largest relative L2 difference in fp32 that is no error
 _CAUSES = ("tied-weights", "optimizer-before-wrap", "optimizer-options")
-NOISE = 4.0  # the limit in low precision: times the unsharded model's error against fp32
+NOISE = 4.0  # the limit in low precision, as a multiple of the unsharded model's error
 
 
 @dataclass(frozen=True)
 class Finding:
-    """``kind`` is a stable name; ``level`` is ``error`` or ``warning``."""
+    """A problem that was found. ``kind``: its stable name; ``level``: ``error`` or ``warning``."""
 
     kind: str
     text: str
@@ -48,7 +49,7 @@ class Finding:
 
 @dataclass
 class Result:
-    """What one rank found; equal on all ranks, as figures are exchanged."""
+    """What one rank found. Ranks exchange the figures, so that all ranks find the same."""
 
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class Result:
 
 
 def checked(made: Any) -> Training:
-    """The training that the function returned. ``TypeError``: it has none of the known forms."""
+    """Return ``made`` as a ``Training``. ``TypeError``: ``made`` has none of the known forms."""
     if isinstance(made, dict):
         unknown = set(made) - set(Training.__dataclass_fields__)
         if unknown or not isinstance(made.get("model"), nn.Module):
@@ -79,8 +80,9 @@ def checked(made: Any) -> Training:
 
 
 def make(factory: Callable[..., Any], rank: int) -> Training:
-    """The training of one rank: the same model everywhere, its own data. A function with a
-    parameter ``rank`` gets the rank; any other is called again, with a seed by rank, for data.
+    """Return the training of one rank: a model that is equal on all ranks, and the rank's data. If
+    ``factory`` has a parameter ``rank``, it gets the rank. Otherwise a second call of ``factory``,
+    with a seed that depends on the rank, makes the data.
     """
     takes_rank = "rank" in inspect.signature(factory).parameters
     torch.manual_seed(0)
@@ -94,8 +96,9 @@ def make(factory: Callable[..., Any], rank: int) -> Training:
 def compare(
     factory: Callable[..., Any], rank: int, world: int, steps: int = 1, api: str = ""
 ) -> Result:
-    """Run and compare. ``api``: how to shard if the training has no ``shard``: ``fully_shard``;
-    anything else is the wrapper class. Collective over the default process group.
+    """Run the steps sharded and unsharded, and compare them. ``api`` says how to shard a training
+    that has no ``shard``: by ``fully_shard``, or, for any other text, by the wrapper class.
+    Collective over the default process group.
     """
     result = Result()
     made = make(factory, rank)
@@ -112,7 +115,7 @@ def compare(
     _check_options(own, result)
     _check_reduction(sharded, result)
     if _values_differ(plain, sharded, result) or any(f.kind in _CAUSES for f in result.findings):
-        return result  # all the rest would differ because of this
+        return result  # gradients and parameters would differ for the same cause
     reference = _like(own, sharded, plain)
     _check_division(made, plain, result, rank, world)
     for step in range(steps):
@@ -140,7 +143,9 @@ def _shard(model: nn.Module) -> nn.Module:
 
 
 def before_wrap(made: Training, result: Result, world: int) -> None:
-    """Find data that are equal on all ranks, and values and buffers that are not. Collective."""
+    """Find inputs that are equal on all ranks, and parameters and buffers that differ between
+    ranks. Collective.
+    """
     digests = gathered(_digest(t for t in tree_leaves(made.inputs) if isinstance(t, Tensor)))
     if world > 1 and len(set(digests)) == 1 and made.inputs is not None:
         result.add(
@@ -176,7 +181,7 @@ def _digest(tensors: Any) -> str:
 
 
 def gathered(value: Any) -> list[Any]:
-    """The ranks' values, in rank order. Collective."""
+    """Return the values of all ranks, in rank order. Collective."""
     return exchange(comm_for_group(default_group()), value, "fsdpc check")
 
 
@@ -202,7 +207,9 @@ def _check_optimizer(optimizer: Any, sharded: nn.Module, result: Result) -> None
 
 
 def owners(sharded: nn.Module) -> dict[str, tuple[Any, Any, str]]:
-    """By name of a sharded parameter: its unit, its entry there, and the unit's module name."""
+    """Return a dict from the name of each sharded parameter to its unit, its ``ParamInfo`` in the
+    unit, and the name of the unit's module.
+    """
     names = {id(m): clean_fqn(name) for name, m in sharded.named_modules()}
     found = {}
     for host in hosts(sharded):
@@ -241,7 +248,7 @@ def _word(trainable: bool) -> str:
 
 
 def _check_ties(plain: nn.Module, sharded: nn.Module, result: Result) -> None:
-    """Names that share one parameter in the plain model must share one in the sharded."""
+    """Find names that share a parameter in the plain model but not in the sharded model."""
     ties: dict[int, list[str]] = {}
     for name, param in plain.named_parameters(remove_duplicate=False):
         ties.setdefault(id(param), []).append(name)
@@ -259,8 +266,8 @@ def _check_ties(plain: nn.Module, sharded: nn.Module, result: Result) -> None:
 
 
 def _values_differ(plain: nn.Module, sharded: nn.Module, result: Result) -> bool:
-    """Give the plain model rank 0's values where ranks differ; True if wrapping has not given
-    them to the sharded model. Collective.
+    """If ranks had different values, give the plain model the values of rank 0. Return whether
+    wrapping has given the sharded model other values than those of rank 0. Collective.
     """
     kinds = ("initial-values", "buffers-differ")
     found = [f for f in result.findings if f.kind in kinds]
@@ -274,14 +281,14 @@ def _values_differ(plain: nn.Module, sharded: nn.Module, result: Result) -> bool
         name not in values or torch.equal(values[name].to(tensor.dtype), tensor)
         for name, tensor in (*plain.named_parameters(), *plain.named_buffers())
     )
-    if all(gathered(same)):  # by sync_module_states=True, or a broadcast
+    if all(gathered(same)):  # by sync_module_states=True, or by the user's broadcast
         result.findings = [f for f in result.findings if f.kind not in kinds]
         return False
     return True
 
 
 def _check_options(optimizer: Any, result: Result) -> None:
-    """Find an option of a parameter group that differs from rank 0's. Collective."""
+    """Find an option of a parameter group that differs from the option on rank 0. Collective."""
     mine = [
         {k: repr(v) for k, v in group.items() if k not in ("params", "param_names")}
         for group in optimizer.param_groups
@@ -300,7 +307,7 @@ def _check_options(optimizer: Any, result: Result) -> None:
 
 
 def _check_reduction(sharded: nn.Module, result: Result) -> None:
-    """Find gradients that are summed in fewer bits than they are computed in."""
+    """Find gradients that are summed in a narrower dtype than the one they are computed in."""
     for unit, info, home in owners(sharded).values():
         computed = unit.param_dtype or unit.dtypes[unit.infos.index(info)]
         summed = unit.reduce_dtype
@@ -318,7 +325,9 @@ def _check_reduction(sharded: nn.Module, result: Result) -> None:
 def _check_division(
     made: Training, plain: nn.Module, result: Result, rank: int, world: int
 ) -> None:
-    """Find a loss that is divided by the number of ranks: their mean divides it once more."""
+    """Find a loss that is divided by the number of ranks. The engine averages gradients over ranks,
+    and so would divide a second time.
+    """
     losses, model = [], copy.deepcopy(plain)
     for ranks in (world, 1):
         with torch.no_grad(), mock.patch.multiple(dist, get_world_size=lambda *_, n=ranks, **__: n):
@@ -335,7 +344,7 @@ def _check_division(
 
 
 def _check_buffers(sharded: nn.Module, result: Result) -> None:
-    """Find a buffer that each rank has changed by its own batch. Collective."""
+    """Find a buffer that differs between ranks after a step. Collective."""
     if any(f.kind == "buffers-drift" for f in result.findings):
         return
     for name, buffer in sharded.named_buffers():
@@ -359,7 +368,9 @@ def _units(sharded: nn.Module) -> Iterator[Any]:
 
 
 def _like(optimizer: Any, sharded: nn.Module, plain: nn.Module) -> Any:
-    """An optimizer of the same class and options over the plain model's parameters."""
+    """Return an optimizer of the plain model's parameters with the class and the options of
+    ``optimizer``, or None if ``optimizer`` has several groups.
+    """
     if len(optimizer.param_groups) != 1:
         return None
     options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
@@ -381,7 +392,7 @@ def _step(
 ) -> None:
     losses = []
     for model in (plain, sharded):
-        torch.manual_seed(77 + rank + 1000 * step)  # dropout draws the same masks
+        torch.manual_seed(77 + rank + 1000 * step)  # both models draw the same dropout masks
         model.zero_grad()
         loss = made.forward(model)
         loss.backward()
@@ -413,7 +424,7 @@ def _step(
 
 
 def _average(plain: nn.Module, world: int) -> None:
-    """Average gradients over ranks. A rank without one contributes zeros, as in the engine."""
+    """Average gradients over ranks. As in the engine, ranks without a gradient contribute zeros."""
     for param in plain.parameters():
         used = torch.tensor(float(param.grad is not None), device="cpu")
         dist.all_reduce(used)
@@ -428,7 +439,9 @@ def _average(plain: nn.Module, world: int) -> None:
 def _limit(
     made: Training, sharded: nn.Module, plain: nn.Module, world: int, rank: int, step: int
 ) -> float:
-    """The largest good difference: 1e-5, or a multiple of the plain model's low-precision error."""
+    """Return the largest difference that is no error: 1e-5, or, if the run has low precision, a
+    multiple of the plain model's error in that precision.
+    """
     narrow = {u.param_dtype for u in _units(sharded) if u.param_dtype is not None}
     narrow |= {u.reduce_dtype for u in _units(sharded) if u.reduce_dtype is not None}
     narrow -= {torch.float32, torch.float64}
@@ -451,7 +464,7 @@ def _limit(
 
 
 def _gather(sharded: nn.Module, grads: bool) -> dict[str, Tensor | None]:
-    """Whole gradients or values by clean name. Collective."""
+    """Return the whole gradients (if ``grads``) or values of parameters by name. Collective."""
     if any(unit.dtensors for unit in _units(sharded)):
         return {
             clean_fqn(name): _whole(p.grad if grads else p)
@@ -464,7 +477,7 @@ def _gather(sharded: nn.Module, grads: bool) -> dict[str, Tensor | None]:
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:
-    """All rows of a DTensor, or a copy of another tensor. Collective for a DTensor."""
+    """Return all rows of a DTensor, or a copy of any other tensor. Collective for a DTensor."""
     if tensor is not None and isinstance(tensor, DTensor):
         return tensor.detach().full_tensor()
     return _copy(tensor)
@@ -475,7 +488,7 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 
 
 def distance(found: Tensor, right: Tensor) -> tuple[float, float, float]:
-    """(relative L2 difference, ratio of norms, cosine)."""
+    """Return (relative L2 difference, ratio of norms, cosine) of two tensors."""
     a, b = found.double().flatten(), right.double().flatten()
     norm_a, norm_b = float(a.norm()), float(b.norm())
     if norm_b == 0:
@@ -505,7 +518,7 @@ def _tensors(
     result: Result,
     homes: dict[str, str],
 ) -> None:
-    """Add a finding on the first parameter that differs; note the largest difference."""
+    """Add a finding on the first parameter that differs, and record the largest difference."""
     rows = {}
     for name, tensor in right.items():
         mine = found.get(name)
@@ -533,8 +546,8 @@ def _tensors(
 
 
 def fault(ratio: float, cosine: float, clipped: bool = False) -> str:
-    """The kind of fault that a ratio of norms and a cosine point to. ``clipped``: the gradients
-    were equal before the training's ``clip``.
+    """Return a text on the kind of fault that a ratio of norms and a cosine suggest. ``clipped``:
+    the gradients were still equal before the training's ``clip``.
     """
     if ratio < 1e-6:
         return "nothing arrives"

@@ -1,13 +1,13 @@
-"""How long a step takes, by a model with stated inputs: enough to rank plans, not to promise times.
+"""An estimate of a step's time, from stated assumptions: it can rank plans, but not promise times.
 
-Compute: model FLOPs, plus those of recomputation, at the part of the card's peak that published
-runs of FSDP reached (``Rate``). Wire: rings (the alpha-beta model): a collective over n ranks sends
-(n-1)/n of its bytes from each rank, and takes a latency per step of the ring; over several hosts
-the slower of the links inside a host and of the network binds, and each rank has a network
-interface of its own. Gathers and sums overlap with compute except for the first gather and the last
-sum. Packing of activations (``--compress``) adds to compute: one pass in forward and one in
-backward, each over the plain and the packed form, at the card's memory rate (``Card.bandwidth``);
-an estimate.
+Compute: the FLOPs of the model and of recomputation, at the fraction of the card's peak that
+published runs of FSDP reached (``Rate``). Wire: rings in the alpha-beta model, in which a
+collective over n ranks sends (n-1)/n of its bytes from each rank, and takes one latency per step of
+the ring. Over several hosts, the slower of two limits counts: the links inside a host, or the
+network, where each rank has its own interface. Gathers and sums overlap with compute, except for
+the first gather and the last sum. Packing of activations (``--compress``) adds time to compute:
+activations are packed in forward and unpacked in backward. Packing is estimated to move the plain
+and the packed bytes at the rate of the card's memory (``Card.bandwidth``), and so is unpacking.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ LATENCY_LINK = 2e-6  # seconds per ring step inside a host
 
 @dataclass(frozen=True)
 class Rate:
-    """Share of a card's peak FLOPs that runs reach: ``most * w / (w + work) * h / (h + width) /
-    (1 + length * s)``, w: a micro-batch's activation elements in millions, h: their width, s: the
-    sequence's length. ``low``, ``high``: the range of published rates, as factors of this.
+    """The fraction of a card's peak FLOPs that runs reach: ``most * w / (w + work) * h / (h +
+    width) / (1 + length * s)``. Here w is the number of activation elements of a micro-batch in
+    millions, h is the width of the activations, and s is the length of a sequence. The published
+    rates are between ``low`` and ``high`` times this fraction.
     """
 
     most: float
@@ -46,16 +47,17 @@ class Rate:
 
 
 # Fitted to the table of MosaicML's llm-foundry (scripts/train/benchmarking, commit 061f2c7: MPT
-# models of 125 M to 70 B, bf16, FULL_SHARD on 8 to 64 GPUs); the test repeats the comparison.
+# models of 125 M to 70 B, bf16, FULL_SHARD on 8 to 64 GPUs); a test repeats the comparison.
 RATES = {
     "h100": Rate(0.7507, 10, 1200, 3e-5, 0.83, 1.12, "34 published FSDP runs on H100"),
     "a100": Rate(0.9347, 8, 750, 3e-5, 0.80, 1.13, "29 published FSDP runs on A100"),
 }
-OTHER = (0.75, 1.2)  # times low and high, for a card of no run; assumed
+# For a card without published runs, ``low`` and ``high`` are multiplied by these assumed factors.
+OTHER = (0.75, 1.2)
 
 
 def rate_of(card: Card) -> Rate:
-    """The card's own rate, or that of the card it is like, with a wider interval."""
+    """Return the rate of the card, or the rate of the card in ``like`` with a wider interval."""
     rate = RATES[card.like]
     if card.name.startswith(card.like):
         return rate
@@ -64,7 +66,7 @@ def rate_of(card: Card) -> Rate:
 
 
 def assumed(card: Card) -> str:
-    """A sentence on what step times rest on."""
+    """Return a sentence about the assumptions behind step times."""
     return (
         f"step time: FLOPs as in {rate_of(card).runs}, {LINK_EFFICIENCY:.0%} of link bandwidth, "
         f"{LATENCY_LINK * 1e6:.0f} and {card.latency * 1e6:.0f} us per ring step inside and "
@@ -82,9 +84,9 @@ class Cost:
     update: float
     sent_bytes: float
     packing: float = 0.0
-    efficiency: float = 0.0  # part of the card's peak FLOPs while it computes
-    least: float = 1.0  # factor of compute at the fastest published rate
-    most: float = 1.0  # factor of compute at the slowest rate
+    efficiency: float = 0.0  # fraction of the card's peak FLOPs that compute reaches
+    least: float = 1.0  # times ``compute``: the seconds at the fastest published rate
+    most: float = 1.0  # times ``compute``: the seconds at the slowest published rate
 
     @property
     def step(self) -> float:
@@ -107,9 +109,9 @@ class Cost:
 
 
 def collective_seconds(size: float, ranks: int, setup: Setup, card: Card, stride: int = 1) -> float:
-    """Seconds of an all-gather or reduce-scatter of ``size`` bytes over ``ranks``, whose
-    numbers are ``stride`` apart. Replicas of one shard are a shard group's size apart, hence on
-    different hosts.
+    """Return the seconds of an all-gather or reduce-scatter of ``size`` bytes over ``ranks`` ranks,
+    whose numbers are ``stride`` apart. For the replicas of one shard, ``stride`` is the size of a
+    shard group, so replicas may be on different hosts.
     """
     if ranks == 1:
         return 0.0
@@ -118,7 +120,7 @@ def collective_seconds(size: float, ranks: int, setup: Setup, card: Card, stride
     inside = size * (ranks - 1) / ranks / (card.link * LINK_EFFICIENCY)
     if hosts == 1:
         return inside + (ranks - 1) * LATENCY_LINK
-    # A host takes in what others have, over as many interfaces as it has ranks of this group.
+    # A host receives bytes of other hosts over one interface for each of its ranks in the group.
     lanes = min(here, ranks)
     outside = size * (hosts - 1) / hosts / (lanes * card.network * card.reached)
     latency = (ranks - hosts) * LATENCY_LINK + (hosts - 1) * card.latency
@@ -126,15 +128,15 @@ def collective_seconds(size: float, ranks: int, setup: Setup, card: Card, stride
 
 
 def cost(plan: Plan, card: Card) -> Cost:
-    """What a plan's step costs on a card. ``plan.model.flops`` must be > 0 for compute."""
+    """Return the cost of a plan's step on a card; ``compute`` is 0 if the model has no FLOPs."""
     setup, prints, model = plan.setup, plan.engine.by_unit, plan.model
     again = setup.checkpointing if setup.recomputed is None else setup.recomputed
     rate, n = rate_of(card), setup.shards
     part = rate.at(model.tokens, model.width, min(setup.sequence, model.tokens or 1)) or rate.most
     flops = model.flops + again * (model.forward or model.flops / 3)
     compute = setup.accumulation * flops / (card.flops * part)
-    compute *= 1 + (setup.pipeline - 1) / setup.accumulation  # the pipeline's bubble
-    if plan.model.away is not None:  # copies go on beside the forward (a third) and the backward
+    compute *= 1 + (setup.pipeline - 1) / setup.accumulation  # the pipeline's idle time
+    if plan.model.away is not None:  # copies overlap with forward and with backward
         bus = setup.accumulation * plan.model.away.copied / card.host
         compute = max(compute / 3, bus) + max(2 * compute / 3, bus)
     sums = setup.accumulation if setup.sync == "every" else 1
@@ -157,7 +159,7 @@ def cost(plan: Plan, card: Card) -> Cost:
     )
     if setup.host and not setup.offloads and setup.transport == "stream":
         away = sum(r.bytes for r in plan.rows if (r.role, r.where) == ("optimizer states", "host"))
-        update = max(update, away / card.host)  # one way: the two overlap
+        update = max(update, away / card.host)  # copies to and from it overlap
     if setup.offloads:
         wire = max(wire, setup.accumulation * 3 * moved / card.host)
     packing = setup.accumulation * 2 * plan.model.packing / card.bandwidth
@@ -166,7 +168,7 @@ def cost(plan: Plan, card: Card) -> Cost:
 
 
 def _tensor_seconds(plan: Plan, card: Card) -> float:
-    """Seconds of tensor parallelism: four all-reduces per block, which nothing hides."""
+    """Return the seconds of tensor parallelism: four all-reduces per block, not overlapped."""
     setup, model = plan.setup, plan.model
     if setup.tensor == 1:
         return 0.0
@@ -176,7 +178,9 @@ def _tensor_seconds(plan: Plan, card: Card) -> float:
 
 
 def scaling(plan_at: Sequence[Plan], card: Card) -> list[dict[str, float]]:
-    """Rows over worlds: bytes, padding, collectives, seconds and the share of a step in compute."""
+    """Return a row for each world: bytes, padding, collectives, seconds, and the fraction of a step
+    that is compute.
+    """
     rows = []
     for plan in plan_at:
         found, setup = cost(plan, card), plan.setup
@@ -202,7 +206,7 @@ def scaling(plan_at: Sequence[Plan], card: Card) -> list[dict[str, float]]:
 
 
 def stops_scaling(rows: Sequence[dict[str, float]]) -> float | None:
-    """The first world in which ranks spend less than half of a step in compute, ``None``: in none.
-    ``rows`` are those of ``scaling`` for one strategy, in the order of their worlds.
+    """Return the first world in which less than half of a step is compute, or None if there is no
+    such world. ``rows`` are the rows of ``scaling`` for one strategy, in the order of worlds.
     """
     return next((row["world"] for row in rows if row["efficiency"] < 0.5), None)

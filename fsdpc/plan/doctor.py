@@ -1,7 +1,7 @@
-"""``python -m fsdpc doctor``: is this machine ready, and what to do where it is not.
+"""``python -m fsdpc doctor``: checks whether this machine is ready, and says what to do if not.
 
-Each check is a function that returns ``Check`` rows. The round trip of two ranks is real: shared
-memory, a gather and a sum of known values, beside the machine's own copying speed. If torchrun
+Each check is a function that returns ``Check`` rows. One check starts two ranks, which gather and
+sum known values over shared memory; their speed is compared with that of a plain copy. If torchrun
 starts several ranks, rank 0 prints, and the link to another host is measured (``link.py``).
 """
 
@@ -32,13 +32,13 @@ PYTHON_TESTED = ((3, 11), (3, 13))
 TORCH_TESTED = ((2, 11), (2, 14))
 ROUND_TRIP_BYTES = 64 << 20
 ROUND_TRIP_SECONDS = 60
-SLOW = 0.1  # slow: less than this part of a plain copy's speed
+SLOW = 0.1  # a round trip is slow below this fraction of a plain copy's speed
 ANSWER_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Check:
-    """``level``: one of LEVELS. ``cure``: what to do, for all but ``ok``."""
+    """A row of the output. ``level``: one of LEVELS. ``cure``: what to do; empty if ``ok``."""
 
     name: str
     level: str
@@ -47,7 +47,7 @@ class Check:
 
 
 def graded(name: str, good: bool, value: str, cure: str, level: str = "warning") -> Check:
-    """A check: ``ok`` if ``good``, else ``level`` with its ``cure``."""
+    """Return a row that is ``ok`` if ``good`` is true, and has ``level`` and ``cure`` otherwise."""
     return Check(name, "ok", value) if good else Check(name, level, value, cure)
 
 
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def checks(round_trip: bool = True) -> Iterator[Check]:
-    """All checks in order. A check that itself fails gives a warning, never an exception."""
+    """Yield the rows of all checks in order. A check that raises yields a warning instead."""
     parts: list[Callable[[], Iterator[Check]]] = [
         versions,
         kernels,
@@ -132,7 +132,7 @@ def versions() -> Iterator[Check]:
 
 
 def _tested(name: str, version: str, between: tuple[Any, Any], older: str) -> Check:
-    """A check of a version. ``older``: the level of a version below those that are tested."""
+    """Return a row that says whether a version is tested. ``older``: its level if it is too old."""
     number = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     low, high = between
     text = f"fsdpc is tested on {low[0]}.{low[1]} to {high[0]}.{high[1]}"
@@ -183,7 +183,7 @@ def memory() -> Iterator[Check]:
 
 
 def _refused(opened: Callable[[], int]) -> str:
-    """Why the kernel refuses to open what ``opened`` opens; "" if it does not refuse."""
+    """Return the kernel's reason if the kernel refuses the system call in ``opened``, else ""."""
     try:
         os.close(opened())
     except OSError as error:
@@ -192,7 +192,7 @@ def _refused(opened: Callable[[], int]) -> str:
 
 
 def _cgroup_room() -> int | None:
-    """Bytes left in this control group (version 2), None without a limit."""
+    """Return the bytes left in this control group (version 2), or None if there is no limit."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit = (folder / "memory.max").read_text().strip()
@@ -201,7 +201,8 @@ def _cgroup_room() -> int | None:
         return None
 
 
-# Name, limit, the least that is enough (0: only unlimited is; -1: anything), what to do with less.
+# Name; limit; the least value that is enough (0: only unlimited, -1: any value); what to do if the
+# limit is lower.
 _LIMITS = (
     (
         "open files",
@@ -250,7 +251,9 @@ def _limit(number: int, value: int) -> str:
 
 
 def stall_tables() -> Iterator[Check]:
-    """Reads another process's board and its Python line, as a stalled rank would."""
+    """Check whether this process can read the board of another process (``_comm/board.py``) and
+    its current line of Python. A stalled rank reads both from the other ranks.
+    """
     from fsdpc._comm.board import Process, status_of
     from fsdpc._comm.verdict import read_stall
 
@@ -343,12 +346,12 @@ def network() -> Iterator[Check]:
 
 
 def _state_of(interface: str) -> str:
-    """A text such as ``up, 25 Gbit/s``, as far as the kernel knows."""
+    """Return a text such as ``up, 25 Gbit/s``; without the speed if the kernel does not know it."""
     words = []
     for what in ("operstate", "speed"):
         try:
             words.append((Path("/sys/class/net") / interface / what).read_text().strip())
-        except OSError:  # a driver without a speed
+        except OSError:  # the driver reports no speed
             words.append("")
     state, speed = words
     state = "up" if interface == "lo" and state == "unknown" else state or "state unknown"
@@ -448,7 +451,7 @@ comm.close()
 
 
 def between_ranks() -> Iterator[Check]:
-    """How units travel among all ranks that torchrun started, and the link to another host."""
+    """Yield how the ranks that torchrun started exchange units, and the link to another host."""
     from fsdpc.plan import link
 
     found, travels = link.measure()
@@ -465,7 +468,9 @@ def between_ranks() -> Iterator[Check]:
 
 
 def two_ranks() -> Iterator[Check]:
-    """Gather and sum 64 MiB over shared memory, checked, beside a plain copy of as much."""
+    """Let two ranks gather and sum 64 MiB over shared memory, check the values, and compare the
+    speed with a plain copy of 64 MiB.
+    """
     name = f"fsdpc-doctor-{os.getpid()}-{time.monotonic_ns()}"
     count = ROUND_TRIP_BYTES // 4
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -502,7 +507,7 @@ def two_ranks() -> Iterator[Check]:
 
 
 def _finish(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """(error, output) of a rank; a rank that is late is ended."""
+    """Return (error, output) of a rank. A rank that takes too long is killed."""
     try:
         out, error = process.communicate(timeout=ROUND_TRIP_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The engine's own memory, by the same C functions that the engine allocates from."""
+"""The memory of the engine, computed by the C functions that also size the engine's allocations."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fsdpc.plan.model import Param, Setup, Unit
 NARROW = ("bfloat16", "float16")
 RESHARDS = ("FULL_SHARD", "HYBRID_SHARD")
 Spec = tuple[str, int, str, str, str, bool, int, str, str, bool]
-OWN = "own"  # a unit's dtype option: what its parameters have, whatever the plan's is
+OWN = "own"  # a value of Unit.compute and Unit.reduce: the dtype of the unit's parameters
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on each rank, under the names of ``fsdpc.memory_stats``; ``by_unit`` holds the
-    footprint of every unit, ``slot_of`` its slot.
+    """Bytes on each rank. ``stats`` has the names of ``fsdpc.memory_stats``, ``by_unit`` the
+    footprint of every unit, and ``slot_of`` every unit's gather slot (-1: none).
     """
 
     stats: dict[str, int]
@@ -27,7 +27,7 @@ class EngineMemory:
 
 
 def specs_of(unit: Unit, setup: Setup) -> tuple[Spec, ...]:
-    """The descriptions from which the engine lays the unit out."""
+    """Return the descriptions of parameters from which the engine computes the unit's layout."""
     return tuple(_spec(p, unit, setup) for p in unit.params)
 
 
@@ -54,9 +54,10 @@ def _choice(own: str | None, plans: str | None) -> str | None:
 
 
 def default_reduce(compute: str, setup: Setup) -> str:
-    """The dtype in which gradients travel without a ``reduce_dtype``: NCCL rounds sums of narrow
-    values after each rank, so more than two ranks send float32 (fsdpc/_comm/wire.py). On one host
-    with NCCL's symmetric kernels the run sends the compute dtype; the plan takes the larger.
+    """Return the dtype in which gradients are sent if the user gives no ``reduce_dtype``. NCCL
+    rounds sums of narrow values after each rank, so more than two ranks send float32
+    (fsdpc/_comm/wire.py). On one host with NCCL's symmetric kernels a run sends the compute dtype;
+    the plan assumes the larger float32 there, too.
     """
     rounds = setup.transport == "stream" and setup.shards > 2
     return "float32" if rounds and compute in NARROW else compute
@@ -81,7 +82,9 @@ def _footprint(
 
 
 def _landing_replicas(setup: Setup) -> int:
-    """How many replicas' shares land after a shard group's sum; 1: summed at once; 0: none."""
+    """Return how many replicas' sums are received after the sum of the shard group. 1: replicas are
+    summed in one collective; 0: there are no replicas.
+    """
     swaps = setup.swaps
     if swaps is None:
         apart = setup.transport == "shared" and setup.world > setup.ranks_per_host
@@ -92,7 +95,7 @@ def _landing_replicas(setup: Setup) -> int:
 
 
 def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
-    """The dictionary of ``_C.footprint`` for one unit; do not change the dictionary."""
+    """Return the dictionary of ``_C.footprint`` for one unit; callers must not change it."""
     return _footprint(
         specs_of(unit, setup),
         setup.shards,
@@ -108,7 +111,9 @@ def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
 
 
 def reshards(unit: Unit, setup: Setup) -> bool:
-    """Whether the unit is released after forward; one rank alone only frees copies that it cast."""
+    """Return whether the unit is released after forward. With one shard,
+    only a unit that is cast to a compute dtype has a copy that can be released.
+    """
     if unit.reshard is not None:
         return unit.reshard
     if setup.shards == 1 and _choice(unit.compute, setup.compute) is None:
@@ -117,7 +122,7 @@ def reshards(unit: Unit, setup: Setup) -> bool:
 
 
 def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
-    """What every rank allocates: all pieces are of equal size, so ranks do not differ."""
+    """Return what each rank allocates. Ranks do not differ, because all shards have one size."""
     prints = tuple(footprint(unit, setup) for unit in units)
     slot_of = [-1] * len(units)
     slot_bytes: list[int] = []
@@ -167,8 +172,9 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
 
 
 def _coded_bytes(placed: list[tuple[int, dict[str, Any]]], setup: Setup) -> int:
-    """Memory for coded pieces of units with these slots: on a GPU for one unit at a time, on a wire
-    for one unit per slot; ranks that share memory have none.
+    """Return the bytes of buffers for quantized gathers. ``placed``: the gather slot and the
+    footprint of each unit. A GPU has one buffer, which units use in turn. A wire has one buffer for
+    each slot. Ranks that share memory have none.
     """
     if setup.transport == "stream":
         return max((p["coded_bytes"] for _, p in placed), default=0)
@@ -180,7 +186,9 @@ def _coded_bytes(placed: list[tuple[int, dict[str, Any]]], setup: Setup) -> int:
 
 
 def _grad_bytes(prints: list[dict[str, Any]], reduce_slots: int | None) -> int:
-    """Bytes of units' gradients. ``reduce_slots``: given if the units step in backward."""
+    """Return the bytes of units' gradients. ``reduce_slots``: the number of reduce slots if the
+    units step in backward, else None.
+    """
     if reduce_slots is not None and prints:
         sizes = [p["grads_bytes"] for p in prints]
         slots = _C.plan_grad_slots(max(sizes), sum(sizes), reduce_slots)

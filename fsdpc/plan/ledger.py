@@ -1,4 +1,4 @@
-"""A ledger of one rank's memory, and its peak: the maximum of a timeline, never a sum of maxima."""
+"""A ledger of one rank's memory. Its peak is the maximum of a timeline, not a sum of maxima."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fsdpc.plan.states import OF_WHOLE, Optimizer, optimizer
 
 Build = Callable[[Setup], Model]
 
-# What cannot be known without a device. Each is printed with its source.
+# Sizes that are not known without a device. The plan prints each with its source.
 CONTEXT_BYTES = 500_000_000
 CONTEXT_WHY = "CUDA context and loaded kernels: 200 to 700 MB are reported; assumed"
 COMM_BYTES = {2: 544_000_000, 3: 688_000_000}
@@ -41,7 +41,7 @@ WORKSPACE_WHY = "cuBLAS workspace of 32 MiB, torch's default on Hopper"
 SLACK = 0.05
 SLACK_HIGH = 0.10
 _PASSES = ("forward", "backward")
-# The phases of rows that do not live always.
+# The phases in which these roles have bytes. Other roles of the timeline have them in ``_PASSES``.
 _LIVES = {
     "no_sync gradients": _PASSES,
     "recomputed": ("backward",),
@@ -65,14 +65,15 @@ class Plan:
 
     @property
     def upper(self) -> int:
-        """The most that a step may need, with the larger allowance for the allocator and, for
-        activations by formula, for what real models save besides. This must fit the device.
+        """The most bytes that a step may need, which must fit the device. The sum includes the
+        larger allowance for the allocator (``SLACK_HIGH``). If a formula gives the activations,
+        the sum also includes an allowance for what real models save beyond the formula.
         """
         more = SLACK_HIGH / SLACK - 1
         return max(p.bytes + round(p.doubt + p.of("allocator") * more) for p in self.timeline)
 
     def fits(self, usable: int) -> bool | None:
-        """Whether the upper bound fits. None: unknown, because activations are missing."""
+        """Return whether the upper bound fits; None if the activations are not known."""
         if self.upper > usable:
             return False
         return None if self.model.missing else True
@@ -102,8 +103,9 @@ class Plan:
 
 
 def plan(build: Build | Model, setup: Setup) -> Plan:
-    """The ledger of a run, the same on every rank: all ranks' pieces are of equal size. Local,
-    arithmetic only (a traced model is traced by ``build``). ``ValueError`` names a wrong option.
+    """Return the ledger of a run. The ledger is the same for every rank, because all shards are of
+    equal size. Local; only arithmetic, except that ``build`` may trace a model. ``ValueError``
+    names a wrong option.
     """
     setup = check(setup)
     model = build if isinstance(build, Model) else build(setup)
@@ -175,7 +177,7 @@ def _trained(specs: tuple[Any, ...], world: int, align: int) -> tuple[tuple[str,
 
 
 def trained_pieces(unit: Unit, setup: Setup) -> tuple[tuple[str, int], ...]:
-    """(storage dtype, elements on each rank) of what an optimizer updates."""
+    """Return (storage dtype, elements on each rank) for each segment that an optimizer updates."""
     return _trained(specs_of(unit, setup), setup.shards, setup.align_bytes)
 
 
@@ -219,13 +221,14 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
 
 
 def _matrix_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
-    """Rows for moments (two; for ``muon``'s matrices one), for averages and bases or roots of the
-    sides of other matrices, and for the exchange with matrices' owners. Means over the ranks: one
-    rank may have more matrices than another.
+    """Return the row of states, and the row of the exchange with the owners of matrices. A matrix
+    of ``muon`` has one moment. All other matrices and parameters have two moments. A matrix of
+    another optimizer also has an average, and a basis or a root, for each side. Bytes are means
+    over the ranks, because one rank may own more matrices than another.
     """
     states = moved = 0.0
     muon = kind.name == "muon"
-    sent = 2 if muon else 4  # bytes of an element that travels
+    sent = 2 if muon else 4  # bytes of an element that is sent
     most = 0 if muon else _LARGEST_SIDE[kind.name]
     sizes = {p.matrix for unit in model.units for p in unit.params if p.trainable and p.matrix[0]}
     for param in (p for unit in model.units for p in unit.params if p.trainable):
@@ -239,14 +242,15 @@ def _matrix_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
         states += param.numel * (item if muon else 2 * wide)
         states += 2 * wide * stack * sum(side**2 for side in param.matrix if side <= most)
     largest = max((rows * columns for rows, columns in sizes), default=0)
-    # Newton-Schulz holds three tensors of the matrix's size and two products of its shorter side;
-    # the other rules the gradient, three tensors of its size, and, in float64, what is decomposed.
+    # Newton-Schulz needs three tensors of the matrix's size and two products of its shorter side.
+    # The other rules need four tensors of the matrix's size (one is the gradient), and float64
+    # tensors for the decomposition.
     if muon:
         working = max((3 * m * n + 2 * min(m, n) ** 2 for m, n in sizes), default=0)
     else:
         sides = [side for size in sizes for side in size if side <= most]
         working = 4 * largest + 3 * 2 * max(sides, default=0) ** 2
-    buffers = 2 if moved <= ROUND else 4  # the next round's are on their way
+    buffers = 2 if moved <= ROUND else 4  # 4: two are for the next round
     exchange = buffers * max(min(moved, ROUND), largest) if setup.shards > 1 else 0
     where = "host" if setup.offloads else "device"
     why = f"each step moves {size(round(sent * moved))} of matrices to their owners and back"
@@ -263,8 +267,9 @@ def _matrix_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
 
 
 def _factored_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
-    """Rows for averages of rows and columns (of vectors: of elements), at the parameters' owners,
-    and for gradients and values, which travel there. Means over the ranks."""
+    """Return the row of states (averages of rows and columns, or of the elements of a vector), and
+    the row of gradients and values that are sent to the parameters' owners. Bytes are means over
+    the ranks."""
     states = moved = largest = 0
     for unit in model.units:
         storage = {param: param.dtype or setup.storage for param in unit.params}
@@ -276,7 +281,8 @@ def _factored_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
             moved += item * param.numel
             largest = max(largest, item * param.numel)
     share, most = moved / setup.shards, 4 * ROUND
-    # Gradients, values and new values of a round; beside them the next round's, on their way.
+    # Gradients, values and new values of a round. Meanwhile, gradients and values of the next round
+    # are sent.
     exchange = 3 * max(min(share, most), largest) + (2 * most if share > most else 0)
     exchange = exchange if setup.shards > 1 else 0
     where = "host" if setup.offloads else "device"
@@ -293,7 +299,7 @@ def _factored_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
     ]
 
 
-# the optimizers' defaults of max_precondition_dim
+# the default of max_precondition_dim of each optimizer
 _LARGEST_SIDE = {"soap": 10000, "shampoo": 8192}
 
 
@@ -301,8 +307,9 @@ _LARGEST_SIDE = {"soap": 10000, "shampoo": 8192}
 def _spans(
     specs: tuple[Any, ...], world: int, align: int
 ) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
-    """Per trained piece, what the first rank has of each whole parameter: place in the piece,
-    elements, index of the first of them, and elements of the whole parameter.
+    """Return, for each trained segment, the spans of whole parameters in the shard of rank 0. A
+    span is (its start in the shard, its elements, the index of its first element in the whole
+    parameter, the elements of the whole parameter).
     """
     layout = _C.layout(specs, world, align, True)
     pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in layout["segments"]]
@@ -315,8 +322,8 @@ def _spans(
 
 
 def _extents(model: Model, setup: Setup, kind: Optimizer) -> list[list[Extent]]:
-    """The states to be offloaded, of each flat parameter (``use_orig_params=False``); a unit has
-    one such parameter per storage dtype.
+    """Return the extents of states that can be offloaded, for each flat parameter
+    (``use_orig_params=False``). A unit has one flat parameter for each storage dtype.
     """
     found: list[list[Extent]] = []
     for unit in model.units:
@@ -335,13 +342,15 @@ def _extents(model: Model, setup: Setup, kind: Optimizer) -> list[list[Extent]]:
 
 @lru_cache(maxsize=256)
 def _placed(wanted: tuple[Wanted, ...], chunk_bytes: int, page: int) -> tuple[int, int]:
-    """Bytes that offloaded states take, and bytes that a step moves each way."""
+    """Return the bytes of offloaded states, and the bytes that a step moves in each direction."""
     found = lay_out(wanted, chunk_bytes, page=page)
     return found.end, sum(part[1] for chunk in found.chunks for part in chunk.parts)
 
 
 def _host_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
-    """Rows of states in pinned host memory, by the functions that place states there."""
+    """Return the rows of states of which a part is in pinned host memory. The functions that place
+    states in a run compute the bytes.
+    """
     extents = _extents(model, setup, kind)
     sizes = [sum(extent.nbytes for extent in each) for each in extents]
     chosen = chosen_for_host(sizes, setup.host)
@@ -372,7 +381,7 @@ def _host_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
 
 
 def _disk_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
-    """The rows of states in files."""
+    """Return the rows of states that are in files."""
     wanted = tuple(e.wanted for each in _extents(model, setup, kind) for e in each)
     end, written = _placed(wanted, chunk_bytes_of(setup.disk), PAGE)
     return [
@@ -389,8 +398,8 @@ def _disk_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
 
 
 def _mapped_rows(rows: list[Row], setup: Setup) -> list[Row]:
-    """The rows of an optimizer of whole matrices if its states are in files. The matrices' states
-    are stepped in a mapping, in whole pages.
+    """Return the rows of an optimizer of whole matrices whose states are in files. A step
+    updates the states of matrices in a memory mapping of the file, in whole pages.
     """
     states, *others = rows
     why = f"a file of each rank, all of which each step reads and writes; {states.why}"
@@ -471,7 +480,9 @@ _WHY = {
 
 
 def _moment_rows(timeline: tuple[Point, ...], setup: Setup) -> list[Row]:
-    """A row per role: the role's size at the peak, or its maximum if the peak has none of it."""
+    """Return a row for each role, with the role's bytes at the peak. A role without bytes at the
+    peak has a row with its maximum.
+    """
     peak = max(timeline, key=lambda p: p.bytes)
     rows = []
     for role, why in _WHY.items():

@@ -1,9 +1,9 @@
-"""The link between two hosts, measured by ``fsdpc doctor`` when torchrun starts it on several:
+"""The link between two hosts. ``fsdpc doctor`` measures it if torchrun runs on several hosts:
 
     torchrun --nnodes 2 --nproc-per-node 1 ... -m fsdpc doctor
 
-Doctor measures the latency of a small message, and the rate of both directions at once, in the
-chunks in which units travel (csrc/comm/comm_flight.c).
+The measurement gives the latency of a small message, and the rate of both directions at once. The
+chunks have the size in which units are sent (csrc/comm/comm_flight_moves.c).
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ SECONDS = 120
 
 @dataclass(frozen=True)
 class Link:
-    """From rank 0 to rank ``other``. ``rate``: bytes per second in each direction, both at once;
-    ``gather``: the part of that which torch's ``all_gather`` reaches; ``latency``: seconds one way.
+    """The link from rank 0 to rank ``other``. ``rate``: bytes per second in each direction, while
+    both directions are in use. ``gather``: the fraction of ``rate`` that torch's ``all_gather``
+    reaches. ``latency``: seconds in one direction.
     """
 
     other: int
@@ -39,13 +40,13 @@ class Link:
 
 
 def launched() -> bool:
-    """Whether torchrun, or the like, has started this process among others."""
+    """Return whether torchrun, or a similar launcher, has started this and other processes."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def measure() -> tuple[Link | None, str]:
-    """The link to the first rank of another host (None: all ranks are on one), and how units of all
-    ranks travel. Collective over the ranks that torchrun started.
+    """Return the link to the first rank of another host (None: all ranks are on one host), and a
+    text on how all ranks exchange units. Collective over the ranks that torchrun started.
     """
     from fsdpc._comm.bootstrap import comm_for_group, this_host
     from fsdpc._comm.objects import exchange
@@ -102,7 +103,7 @@ def _between(pair: dist.ProcessGroup, other: int, host: str) -> Link:
 
 def _best(pair: dist.ProcessGroup, call: Callable[[], None]) -> float:
     found = []
-    for _ in range(1 + ROUNDS):  # the first call connects
+    for _ in range(1 + ROUNDS):  # the first call connects, and does not count
         dist.barrier(group=pair)
         begun = time.perf_counter()
         call()
@@ -111,7 +112,7 @@ def _best(pair: dist.ProcessGroup, call: Callable[[], None]) -> float:
 
 
 def _latency(pair: dist.ProcessGroup, peer: int) -> float:
-    """Seconds one way: half of the time there and back."""
+    """Return the seconds of a message in one direction: half of the median round trip."""
     found, word = [], torch.zeros(1, device="cpu")
     for _ in range(PINGS):
         begun = time.perf_counter()

@@ -1,6 +1,6 @@
-"""What a plan is made from: units, their parameters, and how live memory moves.
+"""The inputs of a plan: units, their parameters, and the changes of live memory in a step.
 
-Nothing here needs torch. Bytes are per rank, elements are of whole parameters.
+This file does not need torch. Bytes are per rank, elements are those of whole parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "floa
 
 
 def dtype_of(text: str) -> str:
-    """The full name of a dtype (``bf16`` or ``bfloat16``). ``ValueError``: no known dtype."""
+    """Return the full name of a dtype (``bfloat16`` for ``bf16``). ``ValueError``: not known."""
     name = SHORT.get(text, text)
     if name not in ITEM_BYTES:
         raise ValueError(f"unknown dtype {text!r}: use one of {', '.join(SHORT)}")
@@ -23,12 +23,15 @@ def dtype_of(text: str) -> str:
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter of a unit, each counted once however many modules use it. ``dtype`` None: the
-    plan's storage dtype; ``uint8``: it is carried as bytes, not cast and not trained.
+    """A parameter of a unit. A parameter that several modules use is counted once.
+
+    ``dtype``: None for the plan's storage dtype; ``uint8`` if the parameter is treated as bytes,
+    which are not cast and not trained.
     ``row``: elements of one row if the unit is cut between rows (``fully_shard``), else 0.
-    ``sides``: rows and columns of the matrix, or of each matrix of a stack; (0, 0): a vector.
-    ``looked_up``: an embedding or output layer. ``codecs``: the code of gathered values, the code
-    of gradients on their way, and whether what the code loses of gradients is kept.
+    ``sides``: rows and columns of the matrix, or of each matrix of a stack; (0, 0) for a vector.
+    ``looked_up``: whether the parameter is an embedding or output layer. ``codecs``: the codec of
+    gathered values, the codec of gradients that ranks exchange, and whether there is error feedback
+    for those gradients.
     """
 
     name: str
@@ -42,7 +45,7 @@ class Param:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """``sides`` if optimizers of matrices take this parameter; (0, 0): AdamW steps it."""
+        """``sides`` if optimizers of matrices step this parameter as a matrix, else (0, 0)."""
         return (0, 0) if self.looked_up else self.sides
 
 
@@ -50,11 +53,11 @@ class Param:
 class Unit:
     """One FSDP unit. Equal units share one ``params`` tuple, so that each layout is computed once.
 
-    ``depth``: nesting depth among units, 0 for the root. ``group``: units of different groups of
-    ranks have slots of their own. ``keeps``: a released unit's values stay until backward, in a
-    slot of its own. ``inside``: the unit steps in backward. ``foreign``: gathered values are made
-    in Python, in memory that is not the engine's. Options that are None follow the
-    plan's.
+    ``depth``: nesting depth among units, 0 for the root. ``group``: the group of ranks; units of
+    different groups do not share slots. ``keeps``: whether the values of a released unit stay until
+    backward, in a slot that no other unit uses. ``inside``: whether the unit steps in backward.
+    ``foreign``: whether Python makes the gathered values, in memory that the engine does not own.
+    For an option that is None, the option of the plan is used.
     """
 
     name: str
@@ -76,12 +79,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class Moment:
-    """Part of a step, relative to what is live when the part begins.
+    """A part of a step, with its live bytes relative to those at the beginning of the part.
 
-    ``rise``: the most live bytes above the begin, ``delta``: live bytes at the end minus those at
-    the begin. ``grads``: of the live bytes at the highest point, those of the unit's whole
-    gradients. ``recomputed``: of the rise, what activation checkpointing computes again.
-    ``logits``: of the live bytes at the highest point, those of logits and loss.
+    ``rise``: the maximum of live bytes minus those at the beginning. ``delta``: live bytes at the
+    end minus those at the beginning. Of the live bytes at the maximum, ``grads`` are those of the
+    unit's whole gradients, and ``logits`` are those of logits and loss. ``recomputed``: the part of
+    ``rise`` that activation checkpointing computes again.
     """
 
     phase: str  # "forward" or "backward"
@@ -95,13 +98,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class Model:
-    """Units in module order, the root's first, and the moments of one forward and backward.
+    """Units in module order, beginning with the root, and the moments of one forward and backward.
 
-    ``tokens``: those of the micro-batch whose moments these are. ``flops``: of one forward and
-    backward of that micro-batch. ``notes``: assumptions made on the way. ``traced``: the moments
-    are from a trace, with the setup's micro-batch if ``sized``, else with a program's own inputs.
-    ``guessed``: the shapes are not those of a model that exists. ``missing``: why there are no
-    moments. ``doubt``: the part by which activations of real models may be more than the moments'.
+    The moments are those of one micro-batch. ``tokens``: its tokens. ``flops``: the FLOPs of its
+    forward and backward. ``notes``: the assumptions that were made. ``traced``: whether the moments
+    are from a trace. ``sized``: whether the trace had the setup's micro-batch; if not, it had the
+    inputs of the user's program. ``guessed``: whether the shapes are not those of an existing
+    model. ``missing``: why there are no moments. ``doubt``: the fraction by which activations of
+    real models may exceed those of the moments.
     """
 
     name: str
@@ -119,10 +123,12 @@ class Model:
     missing: str = ""
     doubt: float = 0.0
     extra: dict[str, float] = field(default_factory=dict)
-    away: Away | None = None  # activations in host memory
-    forward: float = 0.0  # FLOPs of a forward; 0: a third of flops
-    packed: int = 0  # values of frozen codes, less their bytes, which numel counts
-    packing: int = 0  # bytes read and written to pack saved activations; unpacking: as many
+    away: Away | None = None  # the activations that are in host memory
+    forward: float = 0.0  # FLOPs of a forward; 0: a third of ``flops``
+    # ``numel`` counts the bytes of quantized weights. ``packed`` is the number of values of these
+    # weights minus the number of their bytes.
+    packed: int = 0
+    packing: int = 0  # bytes moved to pack saved activations, and again to unpack them
 
     @property
     def numel(self) -> int:
@@ -130,12 +136,12 @@ class Model:
 
     @property
     def values(self) -> int:
-        """Parameters as a user counts them."""
+        """The number of parameters as a user counts them: a quantized weight counts its values."""
         return self.numel + self.packed
 
     @property
     def width(self) -> float:
-        """The width of activations between blocks; for a traced model, by its FLOPs."""
+        """The width of activations between blocks; estimated from FLOPs for a traced model."""
         if "width" in self.extra:
             return self.extra["width"]
         blocks = self.blocks or sum(unit.depth > 0 for unit in self.units) or 1
@@ -144,25 +150,30 @@ class Model:
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything about a run that is not the model.
+    """All options of a run that do not describe the model.
 
-    ``world`` ranks; ``shard`` of them share one copy of the values (0: all, as FULL_SHARD does).
-    ``transport``: ``stream`` (GPUs), ``shared`` (CPU ranks of one host) or ``wire``, over which
-    each rank gets gradients from ``senders`` others (0: from all; one on each other host) and
-    sends them to ``receivers`` (None: to all).
-    ``swaps``: replicas of CPU ranks swap their sums in backward (None: over a ``wire``, and
-    where ``shared`` ranks are more than ``ranks_per_host``).
-    ``sync``: gradients are reduced after ``every`` micro-batch or the ``last`` (``no_sync``).
+    ``world``: the number of ranks. ``shard``: how many ranks share one copy of the values (0: all,
+    as with FULL_SHARD).
+    ``transport``: ``stream`` (GPUs), ``shared`` (CPU ranks of one host) or ``wire``. Over a wire,
+    each rank receives gradients from ``senders`` other ranks (0: from all; ranks that share memory
+    on their hosts have one sender for each other host), and sends gradients to ``receivers`` other
+    ranks (None: to all).
+    ``swaps``: whether replicas of CPU ranks exchange their sums in backward. With None, replicas do
+    so over a ``wire``, and with ``shared`` if ``world`` is larger than ``ranks_per_host``.
+    ``sync``: whether gradients are reduced after ``every`` micro-batch or only after the ``last``
+    micro-batch (``no_sync``).
     ``disk``: bytes of buffers for states on a disk (``fsdpc.optim.Disk``); 0: states in memory.
-    ``host``: part of the states of parameters on GPUs that is in host memory;
-    ``host_buffers``: bytes of each GPU that these states pass through (``fsdpc.optim.Host``).
-    ``in_backward``: the optimizer steps each unit in backward (``fsdpc.optim.in_backward``).
-    ``offload_activations``: saved activations in host memory, from GPUs
+    ``host``: the fraction of the states of parameters on GPUs that is in host memory;
+    ``host_buffers``: bytes of each GPU's buffers for these states (``fsdpc.optim.Host``).
+    ``in_backward``: whether the optimizer steps each unit in backward
+    (``fsdpc.optim.in_backward``).
+    ``offload_activations``: whether GPUs' saved activations are in host memory
     (``fsdpc.activations.offload``).
-    ``compress``: dtype of saved activations (``fsdpc.activations.compress``); empty: as computed.
-    ``recomputed``: part of the forward's FLOPs that backward repeats; None: ``checkpointing``.
-    ``tensor``, ``pipeline``: GPUs among which tensor and pipeline parallelism divide each rank's
-    model: given factors of sizes and times, for models by formula.
+    ``compress``: dtype of saved activations (``fsdpc.activations.compress``); empty: not changed.
+    ``recomputed``: the fraction of the forward's FLOPs that backward repeats; None:
+    ``checkpointing``.
+    ``tensor``, ``pipeline``: the numbers of GPUs among which tensor and pipeline parallelism divide
+    the model of each rank. Only models by formula use them.
     """
 
     world: int = 8
@@ -203,12 +214,12 @@ class Setup:
 
     @property
     def offloads(self) -> bool:
-        """Whether shards of GPUs are in host memory."""
+        """Whether the shards of parameters on GPUs are in host memory."""
         return self.offload and self.transport == "stream"
 
     @property
     def shards(self) -> int:
-        """Ranks among which one copy of the values is divided."""
+        """The number of ranks that share one copy of the values."""
         if self.strategy == "NO_SHARD":
             return 1
         return self.shard or self.world
@@ -238,7 +249,7 @@ ZERO = {
 
 
 def check(setup: Setup) -> Setup:
-    """The setup, completed. ``ValueError`` names the option that is out of range."""
+    """Return the setup with its defaults filled in. ``ValueError`` names an option out of range."""
     for name in _COUNTS:
         if getattr(setup, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(setup, name)}")
@@ -264,7 +275,7 @@ def check(setup: Setup) -> Setup:
     if setup.compress and setup.offload_activations:
         raise ValueError("activations are compressed or offloaded: use one of the two options")
     if setup.offload_activations and setup.transport != "stream":
-        setup = replace(setup, offload_activations=False)  # they are there already
+        setup = replace(setup, offload_activations=False)  # activations are in host memory already
     if setup.disk and setup.transport == "stream" and not setup.offload:
         raise ValueError("states on a disk are stepped in host memory: use offload=True with disk")
     if setup.in_backward and setup.accumulation > 1:

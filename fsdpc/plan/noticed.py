@@ -1,13 +1,14 @@
-"""Allocations that fail: where they are noticed, so that each gets a report.
+"""Handlers that notice failed allocations, and add a report to the exception.
 
-An exception means that memory is exhausted if ``is_shortage``. Wrapping, lazy initialisation and
-forwards pass theirs to ``explain``. Backwards and optimizer steps run in torch, so torch's function
-for the first and the ``step`` of optimizers get a handler when the first unit is made; a handler
-costs nothing until something is raised. What is raised elsewhere gets its report when the exception
-ends the program.
+``is_shortage`` says whether an exception means that memory is exhausted. Wrapping, lazy
+initialisation and forwards pass their exceptions to ``explain``. Backwards and optimizer steps run
+in torch, so torch's backward function and the ``step`` of optimizers get a handler when the first
+unit is made; a handler costs nothing until something is raised. An exception that is raised
+elsewhere gets its report when it ends the program.
 
-The report (``fsdpc/plan/shortage.py``) is loaded by name, and only then. A reserve of address space
-is freed before, so that a report can be made under an exhausted limit.
+The module of the report (``fsdpc/plan/shortage.py``) is imported only when an allocation has
+failed. Before the import, a reserve of address space is freed, so that the report has room
+even if the limit of address space is reached.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from fsdpc._engine.companions import register
 from fsdpc._engine.tree import ON_TREE, PROCESS
 from fsdpc._torch import PROFILE_STEP, RUN_BACKWARD
 
-RESERVE_BYTES = 16 << 20  # of address space: no page of it is touched
+RESERVE_BYTES = 16 << 20  # size of the reserve of address space, which is never written
 REPORT = "fsdpc.plan.shortage"
-HEAD = "fsdpc: out of memory"  # how the note begins
+HEAD = "fsdpc: out of memory"  # the first words of a report
 STEP = "an optimizer's step"
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 
-# For each tree the host memory that the program used beside the tree when it was made.
+# For each tree: the program's host memory when the tree was made, without the tree's own memory.
 PROGRAM_BYTES: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 _reserve: list[mmap.mmap] = []
@@ -43,11 +44,11 @@ _watching: list[bool] = []
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an allocation has failed, on the host or on a device."""
+    """Return whether ``error`` means that an allocation failed, on the host or on a device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, (_C.CommError, _C.StateError)):
-        return False  # its text may quote another rank's error
+        return False  # the text may quote another rank's error
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
@@ -62,12 +63,12 @@ def explain(
     placed: Sequence[tuple[int, Any]] = (),
     optimizer: Any = None,
 ) -> None:
-    """Add the report to ``error`` as a note, once, if an allocation has failed. Local; raises
-    nothing.
+    """If ``error`` means that an allocation failed, add the report to it as a note, once. Local;
+    raises nothing.
 
-    ``phase``: what the program did; ``name``: the unit's, or ``host``: the unit's host, if one is
-    known; ``placed``: (depth, unit) of a tree that was being made; ``optimizer``: the optimizer
-    that stepped.
+    ``phase``: what the program did. ``name``: the name of the unit concerned, if it is known.
+    ``host``: the unit's host; if given, the host gives the name. ``placed``: (depth, unit) of a
+    tree that was being made. ``optimizer``: the optimizer that was in a step.
     """
     if not is_shortage(error) or any(n.startswith(HEAD) for n in getattr(error, "__notes__", ())):
         return
@@ -78,7 +79,7 @@ def explain(
     try:
         make = importlib.import_module(REPORT).report
         text = make(error, phase, name, placed, optimizer)
-    except Exception as failure:  # no memory, for example: the first error counts
+    except Exception as failure:  # for example no memory; ``error`` must not be hidden
         text = (
             f"{HEAD} in {phase}{f' of unit {name}' if name else ''} "
             f"(no report could be made: {type(failure).__name__}: {failure})"
@@ -90,8 +91,8 @@ def explain(
 
 
 def watch() -> None:
-    """Called when a unit is made: from then on torch's backward and optimizers' steps report
-    shortages, and the reserve exists. Local.
+    """Make the reserve, and install the handlers of torch's backward and of optimizers' steps if
+    they are not there. Called whenever a unit is made. Local.
     """
     refill()
     if _watching:
@@ -107,7 +108,7 @@ def watch() -> None:
     setattr(torch.optim.Optimizer, PROFILE_STEP, staticmethod(hook))
     for kind in _subclasses(torch.optim.Optimizer):
         own = kind.__dict__.get("step")
-        if getattr(own, "hooked", False):  # an optimizer of this class exists already
+        if getattr(own, "hooked", False):  # torch has wrapped this step already
             kind.step = _handled(own, STEP)
     ON_UNCAUGHT.append(lambda error: explain(error, "the program, outside of the model's passes"))
     ON_TREE.append(_note_program)
@@ -120,8 +121,8 @@ def _note_program(tree: Any) -> None:
 
 
 def process_bytes() -> dict[str, int]:
-    """The process's part of the host's memory: ``Pss_Anon`` its own, ``Pss_Shmem`` its share of
-    what ranks share. Empty where the kernel gives no figure.
+    """Return the host memory of this process: ``Pss_Anon`` is private memory, ``Pss_Shmem`` is the
+    process's share of memory that ranks share. Empty if the kernel gives no figures.
     """
     try:
         with open("/proc/self/smaps_rollup") as file:
@@ -132,10 +133,11 @@ def process_bytes() -> dict[str, int]:
 
 
 def private_bytes() -> int:
-    """The sum of ``process_bytes`` while no other process has touched the memory that ranks share,
-    0 where the kernel gives no figure. It takes some 0.1 ms, ``process_bytes`` 3 to 30.
+    """Return the sum of ``process_bytes``, or 0 if the kernel gives no figures. The result is exact
+    only if no other process has touched the memory that ranks share. A call takes some 0.1 ms,
+    while ``process_bytes`` takes 3 to 30 ms.
     """
-    if os.getpid() != PROCESS:  # forked: the parent has a part of these pages
+    if os.getpid() != PROCESS:  # a forked process: Rss counts its parent's pages, too
         return sum(process_bytes().values())
     try:
         with open("/proc/self/status") as file:
@@ -146,7 +148,7 @@ def private_bytes() -> int:
 
 
 def refill() -> None:
-    """Make the reserve, if there is none yet and there is memory for it."""
+    """Make the reserve if there is none and memory allows it."""
     if not _reserve:
         try:
             _reserve.append(mmap.mmap(-1, RESERVE_BYTES, flags=mmap.MAP_PRIVATE))

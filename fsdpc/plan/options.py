@@ -1,4 +1,4 @@
-"""Command-line options that plans share, and what they mean."""
+"""The command-line options of plans and simulations, and their translation to a setup."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ WRAPS = ("blocks", "embeddings", "whole")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a command line means. ``builds``: the model by wrap; ``build``: that of ``--wrap``."""
+    """The meaning of a command line. ``builds``: for each value of ``--wrap``, a function that
+    builds the model with this wrap. ``build``: the function for the wrap that the user chose.
+    """
 
     build: Build
     builds: dict[str, Build]
@@ -91,7 +93,9 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
-    """Each option is kept under the name of its field of ``Setup``, and has the field's default."""
+    """Add the options of the training. Each is stored under the name of its field of ``Setup``, and
+    has the default of that field.
+    """
     group = parser.add_argument_group("how it is trained")
     shape = group.add_mutually_exclusive_group()
 
@@ -152,7 +156,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def answer(command: str, work: Callable[[], int]) -> int:
-    """What ``work`` returns; 2, after a printed sentence, if options do not go together."""
+    """Return what ``work`` returns. If ``work`` refuses the options, print why and return 2."""
     try:
         return work()
     except BrokenPipeError:
@@ -163,7 +167,7 @@ def answer(command: str, work: Callable[[], int]) -> int:
 
 
 def wanted(options: argparse.Namespace) -> Wanted:
-    """What the options mean. ``ValueError``, in one sentence: they do not go together."""
+    """Return the meaning of the options. ``ValueError``: the options contradict each other."""
     if options.cpu and (options.suggest or options.simulate or options.gpu):
         raise ValueError("--suggest, --simulate and --gpu rest on a GPU's speeds: leave --cpu away")
     notes: list[str] = []
@@ -188,7 +192,7 @@ def wanted(options: argparse.Namespace) -> Wanted:
 
 
 def _linked(card: Card, options: argparse.Namespace) -> Card:
-    """The card with the network's rate and latency that the user gives."""
+    """Return the card, with the rate and the latency of the network if the user gives them."""
     if options.cpu and (options.link or options.latency):
         raise ValueError(
             "--link and --latency are for times, which rest on a GPU: leave --cpu away"
@@ -251,8 +255,8 @@ def _unknown(name: str) -> str:
 
 
 class _Traced:
-    """A model that is traced, from ``module:function`` or from a configuration. A trace is kept,
-    for all setups that differ only in what traces do not depend on.
+    """A model that is traced, from ``module:function`` or from a configuration. Setups that differ
+    only in options that do not change the trace share one trace.
     """
 
     def __init__(self, text: str, wrap: str, api: str, config: Any = None) -> None:
@@ -271,8 +275,9 @@ class _Traced:
 
 
 def _from_config(options: argparse.Namespace) -> geometry.Geometry | _Traced:
-    """The model of a ``config.json``, as transformers builds it; by formula, for model types whose
-    shapes are known here, if the library is not installed or an option asks for the formula.
+    """Return the model of a ``config.json``, as transformers builds it. If transformers is not
+    installed, or an option needs the formula, return the model by formula, which exists for some
+    model types only.
     """
     from fsdpc.plan.sources import configs
 

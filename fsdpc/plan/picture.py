@@ -1,4 +1,4 @@
-"""Pictures of timelines: stacked layers of roles, and bars of them. Needs matplotlib."""
+"""Pictures of timelines, with a layer or a part of a bar for each role. They need matplotlib."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from fsdpc.plan.ledger import Plan
 from fsdpc.plan.rows import ROLES, Key, Point, total
 
 MOST_BARS = 8
-_PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}  # behind texts on the card's line
+# The box behind a text, which hides a dashed line that crosses the text.
+_PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
 
 
 def draw(path: str, plan: Plan, others: Sequence[tuple[str, Plan]], usable: int | None) -> None:
-    """Writes a PNG, SVG or PDF: bars of ``others`` at their peaks, and below the timeline of
+    """Write a PNG, SVG or PDF: bars of ``others`` at their peaks, and below them the timeline of
     ``plan``. ``ImportError``: no matplotlib. ``ValueError``: matplotlib does not know the format.
     """
     plt = _pyplot()
@@ -48,8 +49,9 @@ def draw_profile(
     resident: Sequence[int],
     at_peak: dict[Key, int],
 ) -> None:
-    """Writes a PNG, SVG or PDF of a run: the timeline with the process's resident bytes, and below
-    the units with most bytes at the peak. ``steps``: of each point; ``at_peak``: by role and unit.
+    """Write a PNG, SVG or PDF of a run: the timeline, with the process's resident bytes in its
+    title, and below it the units with the most bytes at the peak. ``steps``: the number of the step
+    of each point. ``at_peak``: bytes by role and unit.
     """
     plt = _pyplot()
     figure, (line, bars) = plt.subplots(
@@ -106,8 +108,8 @@ def _scale(count: float) -> tuple[float, str]:
 def _layers(
     axes: Any, points: Sequence[Point], unit: tuple[float, str], room: float = 0
 ) -> set[str]:
-    """Draw a layer for each role and a mark at the highest point; returns the roles. ``room``:
-    bytes that the axis reaches at least.
+    """Draw a layer for each role and a mark at the highest point; return the roles. The axis
+    reaches at least ``room`` bytes.
     """
     scale, name = unit
     roles = [p.roles for p in points]
@@ -135,7 +137,7 @@ def _layers(
 
 
 def _sections(axes: Any, labels: Sequence[str]) -> None:
-    """Draw a dotted line where a label ends, and as many labels as there is room for."""
+    """Draw a dotted line at the end of each label's points, and as many labels as have room."""
     every = max(1, len(set(labels)) // 12)
     begin = 0
     for at, (label, same) in enumerate(itertools.groupby(labels)):
@@ -157,7 +159,7 @@ def _sections(axes: Any, labels: Sequence[str]) -> None:
 def _bars(
     axes: Any, bars: dict[str, dict[str, int]], unit: tuple[float, str], room: float = 0
 ) -> set[str]:
-    """Draw a bar of roles for each name; returns the roles. ``room``: as for ``_layers``."""
+    """Draw a bar of roles for each name; return the roles. ``room``: as in ``_layers``."""
     scale, name = unit
     used = _in_order({role for roles in bars.values() for role in roles})
     left = [0.0] * len(bars)

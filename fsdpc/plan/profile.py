@@ -1,10 +1,10 @@
-"""``fsdpc.profile_memory``: what is live through a step, by role and unit.
+"""``fsdpc.profile_memory``: the live memory in the course of a step, by role and unit.
 
-The engine calls an observer after each of its hooks (a unit gathered, released, reduced; the end
-of a backward), and optimizers call one around their steps; without a profile neither exists. The
-engine's part is read from its own counters. A dispatch mode counts storages of torch's tensors:
-each belongs to the unit whose forward or backward allocated it, until it is found to be a gradient
-or an optimizer's state.
+While a profile is active, the engine calls an observer after each of its hooks (a unit is gathered,
+released or reduced; a backward ends), and optimizers call hooks before and after their steps. The
+engine's memory is read from its own counters. A dispatch mode counts the storages of torch's
+tensors. Each storage belongs to the unit whose forward or backward allocated it, until it is found
+to be a gradient or an optimizer's state.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from fsdpc.plan.sources.held import (
 from fsdpc.plan.sources.live import LiveBytes
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-PROCESS_S = 1.0  # between two reads of process_bytes, which take milliseconds
+PROCESS_S = 1.0  # least seconds between two calls of process_bytes, which takes milliseconds
 OTHER: Key = ("other", "")
 UPDATE: Key = ("update's temporaries", "")
 
 
 class OwnedBytes(LiveBytes):
-    """Live bytes by owner, of tensors that are allocated while the mode is active."""
+    """Live bytes by owner. Counts the tensors that are allocated while the mode is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class OwnedBytes(LiveBytes):
         out = func(*args, **(kwargs or {}))
         results = (out,) if isinstance(out, Tensor) else tree_leaves(out)
         fresh = [t for t in _tensors(results) if self._is_new(t)]
-        if fresh:  # results in place or views of what was there before are not allocations
+        if fresh:  # in-place results, and views of earlier tensors, are not new memory
             old = {id(t.untyped_storage()) for t in _tensors((*args, *(kwargs or {}).values()))}
             for tensor in fresh:
                 if id(tensor.untyped_storage()) not in old:
@@ -83,7 +83,7 @@ class OwnedBytes(LiveBytes):
         super()._gone(key)
 
     def assign(self, tensor: Tensor, owner: Key) -> None:
-        """Let ``tensor`` belong to another owner from now on, if it is counted."""
+        """Move ``tensor`` to another owner, if ``tensor`` is counted."""
         key = id(tensor.untyped_storage())
         before = self._owners.get(key)
         if before is not None and before != owner:
@@ -93,7 +93,7 @@ class OwnedBytes(LiveBytes):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments or results, and in lists of them."""
+    """Yield the tensors among ``values``, and those in lists and tuples among ``values``."""
     for value in values:
         if isinstance(value, Tensor):
             yield _local(value)
@@ -107,21 +107,22 @@ def _local(tensor: Tensor) -> Tensor:
 
 @dataclass
 class _Watched:
-    """A tree, and what does not change in it: bytes of each unit's shards."""
+    """A tree, with the bytes of each unit's shards, which do not change."""
 
     tree: Any
     fixed: dict[Key, int]
-    gathered: list[int]  # bytes of each unit's values while it is gathered
+    gathered: list[int]  # bytes of each unit's gathered values
     stack: list[int] = field(default_factory=list)
 
 
 class profile_memory:  # noqa: N801: used like a function
-    """Context manager: records what is live by role and unit. Local; enter it between steps.
+    """A context manager that records live memory by role and unit. Local; enter it between steps.
 
-    ``model``: None for all sharded models of this process. ``tensors`` False: torch's tensors are
-    not counted, only the engine's memory and the process's, which costs some microseconds for each
-    unit and pass instead of some for each operator. Returns a ``Profile``, complete after the
-    context. ``TypeError``: ``model`` is no module. ``StateError``: another profile is active.
+    ``model``: None for all sharded models of this process. ``tensors``: if False, only the
+    memory of the engine and of the process is recorded, which costs some microseconds for each unit
+    and pass. If True, torch's tensors are counted, too, which costs some microseconds for each
+    operator. The ``with`` statement returns a ``Profile``, which is complete after the context.
+    ``TypeError``: ``model`` is not a module. ``StateError``: another profile is active.
     """
 
     _active: profile_memory | None = None
@@ -196,12 +197,12 @@ class profile_memory:  # noqa: N801: used like a function
         tree.core.observer = lambda kind, unit: self._seen(watched, kind, unit)
 
     def _seen(self, watched: _Watched, kind: str, index: int) -> None:
-        """What the engine calls after each of its hooks."""
+        """The observer, which the engine calls after each of its hooks."""
         name = watched.tree.units[index].name or "(root)"
         recompute = watched.tree.core.phase == "backward"
         if kind == "pre_forward":
             if index == 0 and not recompute:
-                watched.stack.clear()  # may hold units of a forward that raised
+                watched.stack.clear()  # it may have units of a forward that raised
                 self._begin_pass()
             watched.stack.append(index)
         elif kind == "post_forward" and watched.stack:
@@ -232,7 +233,7 @@ class profile_memory:  # noqa: N801: used like a function
     # --- steps ---
 
     def _begin_pass(self) -> None:
-        if self._backward and not self._stepped:  # no optimizer was seen since the last pass
+        if self._backward and not self._stepped:  # no optimizer stepped since the last backward
             self._end_step()
         self._backward = self._stepped = False
 
@@ -283,7 +284,7 @@ class profile_memory:  # noqa: N801: used like a function
         roles = dict(self._states)
         for watched in self._watched:
             if watched.tree.units[0].tree is not watched.tree:
-                continue  # its units belong to another tree now
+                continue  # another tree has taken over its units
             roles.update(watched.fixed)
             stats = watched.tree.memory_stats()
             for role, stat in ENGINE.items():
@@ -338,7 +339,7 @@ def _gpu(watched: Sequence[_Watched]) -> torch.device | None:
 
 
 def _device_figures(device: torch.device | None) -> dict[str, int]:
-    """Bytes of torch's allocator on a GPU; empty if there is none."""
+    """Return the bytes of torch's allocator on a GPU; empty if there is no GPU."""
     if device is None:
         return {}
     stats = torch.cuda.memory_stats(device)

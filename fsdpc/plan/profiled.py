@@ -1,4 +1,4 @@
-"""What a memory profile has recorded: samples, peaks, growth over steps; its files."""
+"""The record of a memory profile: samples, peaks, growth over steps, and files of the record."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from fsdpc.plan.rows import SHARDS, Key, Point, tops, total
 from fsdpc.plan.show import plain_table, size
 from fsdpc.plan.snapshot import snapshot, write
 
-LEAST_STEPS = 3  # after the first, at whose end is what stays anyway
-LEAST_BYTES = 4096  # per step: less may be a list of losses
-NAMED = 3  # units that a growth names
+# A growth needs this many steps after the first step (after which some memory always stays).
+LEAST_STEPS = 3
+LEAST_BYTES = 4096  # least growth per step: slower growth may be a list of losses
+NAMED = 3  # the number of units that a growth names
 TEMPORARIES: Key = ("temporaries", "")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One moment. ``live``: bytes by (role, unit), "" for what units share; ``over``: bytes of
-    tensors above ``live``, at most, since the last sample; ``gathered``: units whose values could
-    be read; ``resident``: bytes of the process; ``device``: torch's allocator on a GPU.
+    """One moment of a run. ``live``: bytes by (role, unit); the unit is "" for memory that units
+    share. ``over``: the most bytes of tensors above ``live`` since the last sample. ``gathered``:
+    the units that are gathered. ``resident``: the resident bytes of the process. ``device``: bytes
+    of torch's allocator on a GPU.
     """
 
     step: int
@@ -38,15 +40,15 @@ class Sample:
 
     @property
     def point(self) -> Point:
-        """The highest point since the last sample: what was over ``live`` is temporaries."""
+        """The highest point since the last sample. The bytes ``over`` count as temporaries."""
         most = self.live.get(TEMPORARIES, 0) + self.over
         return Point(self.phase, self.unit, {**self.live, TEMPORARIES: most})
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """The end of a step. ``live``: as in samples, and what is still gathered; ``process``: the
-    process's part of the host's memory.
+    """The end of a step. ``live``: as in samples, and the bytes of units that are still gathered.
+    ``process``: the bytes of host memory that the process uses.
     """
 
     live: dict[Key, int]
@@ -55,8 +57,9 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Growth:
-    """A role that grew in every step but the first. ``units``: those that grew most, bytes per
-    step. For the role ``gathered``: bytes that were still gathered when the last step ended.
+    """A role that grew in every step except the first. ``units``: the units that grew most, with
+    their bytes per step. For the role ``gathered``, bytes are those that were still gathered when
+    the last step ended.
     """
 
     role: str
@@ -89,8 +92,8 @@ _HINT = {
 
 @dataclass
 class Profile:
-    """The record of ``profile_memory`` on this rank; ``str()`` is a table of the peaks. Methods are
-    local.
+    """The record of ``profile_memory`` on this rank. ``str()`` gives a table of the peaks. All
+    methods are local.
     """
 
     rank: int = 0
@@ -117,8 +120,9 @@ class Profile:
         return [sample.point for sample in self.samples]
 
     def growth(self) -> list[Growth]:
-        """Leaks: roles whose bytes at the end of a step rose in every step but the first, by 4 KiB
-        or more, and units that are gathered at each end. Empty for fewer than four steps.
+        """Return leaks: roles whose bytes at the end of a step rose by 4 KiB or more in every step
+        except the first, and units that are still gathered at the end of each step. The list is
+        empty for fewer than four steps.
         """
         ends = [b.live for b in self.boundaries[1:]]
         if len(ends) < LEAST_STEPS:
@@ -205,7 +209,7 @@ class Profile:
         return "\n".join([*lines, *(f"LEAK: {growth}" for growth in self.growth())])
 
 
-# Roles in which each unit has a part at all times.
+# Roles in which every unit has bytes all the time.
 _EVEN = (*SHARDS, "optimizer states")
 
 

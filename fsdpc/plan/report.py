@@ -1,4 +1,4 @@
-"""``fsdpc.memory_report``: the plan beside what a sharded model really holds."""
+"""``fsdpc.memory_report``: planned memory beside the memory that a sharded model uses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adagrad": 1, "RMSprop
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of this rank by role; ``str()`` is a table. ``equal``: all is as planned."""
+    """Bytes of this rank by role. ``str()`` gives a table. ``equal``: all bytes are as planned."""
 
     lines: tuple[Line, ...]
     notes: tuple[str, ...]
@@ -46,11 +46,13 @@ class MemoryReport:
 
 
 def memory_report(model: nn.Module, optimizer: Any = None) -> MemoryReport:
-    """The plan of the engine's memory beside what this rank holds, differences marked. Local.
+    """Return a report that compares planned memory with the memory of this rank, and marks
+    differences. Local.
 
-    ``optimizer``: its states are added, planned where torch's class is known. Process figures, and
-    on a GPU those of torch's cache, follow as notes. ``StateError``: no forward has run yet, so
-    that the slots do not exist. ``TypeError``: ``model`` is not an ``nn.Module``.
+    If ``optimizer`` is given, the report includes the optimizer's states. The planned bytes of
+    states are known only for some classes of optimizers. The notes give the memory of the process,
+    and, on a GPU, of torch's cache. ``StateError``: no forward has run yet, so that the slots do
+    not exist. ``TypeError``: ``model`` is not an ``nn.Module``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"memory_report expects an nn.Module but got {type(model).__name__}")
@@ -68,7 +70,7 @@ def memory_report(model: nn.Module, optimizer: Any = None) -> MemoryReport:
 
 
 def _of_the_driver(trees: Sequence[Any], held: dict[str, int]) -> Iterator[Line]:
-    """What NCCL and the driver hold of the GPU, measured, beside what plans assume of it."""
+    """Yield the measured GPU memory of NCCL and of the driver, beside what plans assume."""
     units = [unit for tree in trees for unit in tree.units]
     comms = {id(comm): comm for unit in units for comm in unit.groups.comms}.values()
     devices = {comm.device for comm in comms if comm.device is not None}
@@ -83,7 +85,7 @@ def _of_the_driver(trees: Sequence[Any], held: dict[str, int]) -> Iterator[Line]
     known = started + sum(held[role] for role in SLOTS)
     if torch.cuda.is_available():
         known += torch.cuda.memory_reserved(device)
-        known -= sum(tree.memory_stats()["coded_bytes"] for tree in trees)  # in torch's cache, too
+        known -= sum(tree.memory_stats()["coded_bytes"] for tree in trees)  # reserved, too
     else:  # the simulated GPU, whose driver counts all memory
         known += sum(held[role] for role in ENGINE if role not in SLOTS)
     note = "what the GPU has in use beside torch's cache and the lines above, by all processes"
@@ -115,7 +117,9 @@ def _states(optimizer: Any) -> Line:
 
 
 def _offloaded_states(optimizer: Any, store: Any) -> Line:
-    """The line of offloaded states: the buffers, and the states that stay beside the parameters."""
+    """Return the line of an optimizer with offloaded states: its buffers, and the states that are
+    not offloaded.
+    """
     planned = actual = sum(len(buffer) for buffer in store.buffers)
     for group in optimizer.param_groups:
         for param in group["params"]:

@@ -1,7 +1,7 @@
-"""What a ledger of one rank's memory consists of, whoever has counted it: a plan, or a run.
+"""The entries of a ledger of one rank's memory, for plans and for runs.
 
-``Row``: planned bytes of a role. ``Line``: planned bytes beside a run's. ``Point``: what is live
-at one moment of a step. Nothing here needs torch.
+``Row``: planned bytes of a role. ``Line``: planned bytes beside the bytes of a run. ``Point``: the
+live bytes at one moment of a step. This file does not need torch.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 ALWAYS = ("rest", "forward", "backward", "step")
-Key = tuple[str, str]  # role and unit; "" as the unit of what units share
+Key = tuple[str, str]  # (role, unit); the unit is "" for memory that units share
 
 
 class Role(NamedTuple):
-    """``stat``: the name in ``fsdpc.memory_stats`` if the bytes are the engine's own memory."""
+    """A role of memory. ``stat``: the role's name in ``fsdpc.memory_stats``, or "" if the engine
+    does not allocate the memory.
+    """
 
     colour: str
     stat: str = ""
 
 
-# From the bottom of pictures up, with colours that stay apart in print and for the colour-blind.
+# In the order of pictures, from the bottom up. The colours differ in print, and for colour-blind
+# readers.
 ROLES = {
     "shards": Role("#1b4f72", "master_bytes"),
     "gradient shards": Role("#2e86c1", "grad_bytes"),
@@ -46,14 +49,14 @@ ROLES = {
     "other": Role("#d7bde2"),
 }
 ENGINE = {name: role.stat for name, role in ROLES.items() if role.stat}
-SHARDS = ("shards", "gradient shards")  # each unit has its own
+SHARDS = ("shards", "gradient shards")  # every unit has these
 SLOTS = ("gather slots", "reduce slots", "spare memory")  # not in torch's allocator
 
 
 @dataclass(frozen=True)
 class Row:
-    """``exact``: equal to a run's figure to the byte; else by formula, trace or assumption.
-    ``where``: ``device``, ``host`` or ``disk``.
+    """Planned bytes of a role. ``exact``: whether a run has the same bytes; other rows are from a
+    formula, a trace or an assumption. ``where``: ``device``, ``host`` or ``disk``.
     """
 
     role: str
@@ -66,8 +69,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Line:
-    """``planned`` None: not known beforehand, such as a foreign optimizer's states; ``assumed``:
-    the planner assumed ``planned`` without a device, so that a run may differ from it.
+    """Planned and actual bytes of a role. ``planned``: None if the planner does not know the bytes,
+    such as those of states of an unknown optimizer. ``assumed``: whether ``planned`` is an
+    assumption that was made without a device. A run may then differ from ``planned``.
     """
 
     role: str
@@ -91,8 +95,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Point:
-    """What is live at one moment, or at the highest point of a part of a step, by role and unit.
-    ``doubt``: the bytes by which activations may be more.
+    """Live bytes by role and unit, at one moment or at the highest point of a part of a step.
+    ``doubt``: the bytes by which activations may exceed the planned ones.
     """
 
     phase: str

@@ -1,4 +1,4 @@
-"""What a step gathers, releases and sums, unit by unit, in the order of the engine.
+"""The schedule of a step: gathers, releases and reductions of units, in the engine's order.
 
 The engine's trace of a real step has the same entries (tests/dist/test_plan_schedule.py).
 """
@@ -14,8 +14,9 @@ from fsdpc.plan.model import Setup, Unit
 
 @dataclass(frozen=True)
 class Event:
-    """``op``: "gather", "release" or "reduce". ``bytes``: of the collective's buffer; 0 without a
-    collective: a release, a gather whose values are still in their slot, and all on one rank.
+    """An entry of the schedule. ``op``: "gather", "release" or "reduce". ``bytes``: the size of the
+    collective's buffer. It is 0 if there is no collective: for releases, for gathers whose values
+    are still in their slot, and for all entries if there is one shard.
     """
 
     phase: str
@@ -25,8 +26,8 @@ class Event:
 
 
 def schedule(units: tuple[Unit, ...], engine: EngineMemory, setup: Setup) -> tuple[Event, ...]:
-    """Events of a micro-batch whose gradients are reduced. ``units`` are in forward's order,
-    outer units first.
+    """Return the events of a micro-batch whose gradients are reduced. ``units`` are in the order of
+    the forward, and outer units come before inner ones.
     """
     if len(units) != len(engine.by_unit):
         raise ValueError(f"{len(units)} units, but memory of {len(engine.by_unit)}")
@@ -38,7 +39,7 @@ class _Step:
     def __init__(self, units: tuple[Unit, ...], engine: EngineMemory, setup: Setup) -> None:
         self.units, self.engine, self.setup = units, engine, setup
         self.reshards = [reshards(unit, setup) for unit in units]
-        self.in_slot: dict[int, int] = {}  # the unit whose values a slot has
+        self.in_slot: dict[int, int] = {}  # slot -> the unit whose values are in it
 
     def _gather(self, phase: str, i: int) -> Event:
         slot, size = self.engine.slot_of[i], self.engine.by_unit[i]["gathered_bytes"]

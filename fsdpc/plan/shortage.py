@@ -1,7 +1,7 @@
-"""The report of an allocation that failed: who asked for how much, what is in use, what helps.
+"""The report of a failed allocation: who asked for how many bytes, what is in use, what helps.
 
-Made while memory is short: it reads counters of the engine and of the process, and repeats the
-planner's arithmetic; it allocates some hundred kilobytes.
+The report is made while memory is short. It reads counters of the engine and of the process,
+repeats the planner's arithmetic, and allocates some hundred kilobytes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fsdpc.plan.sources.held import (
 from fsdpc.plan.states import BY_CLASS
 
 CHANGES = 3
-# The planner's phase for what the program did; for anything else, the highest point of all.
+# What the program did -> the planner's phase. For anything else the report uses all phases.
 _MOMENTS = {
     "wrapping": "rest",
     "forward": "forward",
@@ -101,7 +101,7 @@ def _asked(error: BaseException) -> Iterator[str]:
 
 
 def asked_bytes(error: BaseException) -> int:
-    """The requested bytes in the error's text; 0 if it has none."""
+    """Return the number of requested bytes in the error's text, or 0 if the text has none."""
     match = _SAID.search(str(error))
     if match is None:
         return 0
@@ -110,7 +110,9 @@ def asked_bytes(error: BaseException) -> int:
 
 
 def _tree(placed: Sequence[tuple[int, Any]], optimizer: Any) -> Any:
-    """The tree concerned, or a stand-in for a tree that has no slots yet."""
+    """Return the tree that ran last (if ``optimizer`` is given: the last of its trees). If no tree
+    has slots yet, return a stand-in that has the units, or None if there are no units.
+    """
     if placed:
         return SimpleNamespace(
             units=[u for _, u in placed], depths=[d for d, _ in placed], core=None
@@ -130,7 +132,9 @@ def _last_event(tree: Any) -> int:
 
 
 def _unit_of_backward(tree: Any) -> str:
-    """The unit that backward entered last; if backward is done there, the root after this unit."""
+    """Return the unit that backward entered last. If that unit has finished, return the root, and
+    name the unit.
+    """
     if tree.core is None or tree.core.entered is None:
         return "(root)"
     index, done = tree.core.entered
@@ -142,8 +146,8 @@ def _unit_of_backward(tree: Any) -> str:
 
 
 def _process(tree: Any, held: Sequence[Line]) -> int:
-    """Bytes that the process holds: on a GPU those of torch's allocator and of slots, else the
-    process's part of the host's memory.
+    """Return the bytes in use by the process: on a GPU those of torch's allocator and of slots,
+    otherwise those of host memory.
     """
     if device := gpu_of(tree):
         coded = 0 if tree.core is None else tree.memory_stats()["coded_bytes"]
@@ -185,7 +189,7 @@ def _limits(tree: Any) -> Iterator[str]:
 
 
 def _planned(tree: Any, activations: int) -> tuple[_Measured, Plan]:
-    """The plan of this run, whose activations are those measured and those asked for."""
+    """Return the plan of this run. Its activations are the measured and the requested bytes."""
     local = tree.core is not None and tree.memory_stats()["local_bytes"] > 0
     plans = plans_of(tree, local)
     units, setup = _loosened(tree, tuple(unit for unit, _ in plans), plans[0][1])
@@ -194,8 +198,9 @@ def _planned(tree: Any, activations: int) -> tuple[_Measured, Plan]:
 
 
 def _advice(model: _Measured, base: Plan, phase: str | None, exist: bool) -> Iterator[str]:
-    """Switches that free memory at the moment that failed, by planning that moment with each.
-    ``exist``: optimizer states are there.
+    """Yield lines about the switches that free memory in the phase in which the allocation failed
+    (None: in any phase). The planner compares plans with and without each switch. ``exist``:
+    whether optimizer states exist already.
     """
 
     def held(made: Plan) -> int:
@@ -215,8 +220,9 @@ def _states(point: Point) -> int:
 
 
 class _Measured:
-    """The planner's model of a run whose activations were measured, as a whole: checkpointing
-    leaves those of one block; block inputs, which are not known, are left out.
+    """The planner's model of a run of which only the sum of all activations is known. With full
+    checkpointing, the activations of one block remain. The inputs of blocks, which are not known,
+    are left out.
     """
 
     def __init__(self, units: tuple[Unit, ...], activations: int) -> None:
@@ -234,7 +240,9 @@ class _Measured:
 
 
 def _loosened(tree: Any, units: tuple[Unit, ...], setup: Setup) -> tuple[tuple[Unit, ...], Setup]:
-    """Options that most units share become options of the setup, so that one switch changes all."""
+    """Move options that most units share from the units to the setup, so that one switch of the
+    setup changes all these units.
+    """
     storage = _most(p.dtype for unit in units for p in unit.params if p.trainable) or "float32"
     compute = _most(unit.compute for unit in units)
     reshard = _most(unit.reshard for unit in units)
@@ -267,7 +275,9 @@ def _most(values: Any) -> Any:
 
 
 def _optimizer_name(tree: Any) -> str:
-    """The planner's name of the optimizer; ``sgd``, without states, if none is known."""
+    """Return the planner's name of the optimizer. If no optimizer is known, return ``sgd``, which
+    has no states.
+    """
     for optimizer in optimizers_of(tree.units):
         name = BY_CLASS.get(type(optimizer).__name__)
         if name == "adamw" and any(group.get("fused") for group in optimizer.param_groups):

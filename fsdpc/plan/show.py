@@ -21,7 +21,7 @@ def seconds(value: float) -> str:
 
 
 def line(text: str, indent: str = "  ") -> None:
-    """Print a sentence, broken where the terminal ends; ``indent``: before its further lines."""
+    """Print a sentence, wrapped at the terminal's width; lines after the first get ``indent``."""
     columns = min(shutil.get_terminal_size((WIDTH, 0)).columns, WIDTH)
     print(textwrap.fill(text, max(columns, 40), subsequent_indent=indent))
 
@@ -51,7 +51,9 @@ def plain_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 
 def beside(title: str, lines: Sequence[Line], verdicts: bool = True) -> str:
-    """A table of planned bytes beside a run's; without ``verdicts`` only the bytes."""
+    """Return a table of planned bytes beside the bytes of a run. If ``verdicts`` is false, the
+    table has no verdicts and no notes.
+    """
     rows = []
     for one in lines:
         planned = "-" if one.planned is None else size(one.planned)
@@ -139,7 +141,7 @@ def verdict(plan: Plan, usable: int) -> str:
 
 
 def show_changes(changes: Sequence[Change], timed: bool = True) -> None:
-    """Print a row per switch. ``timed`` False: step times are not known and left out."""
+    """Print a row per switch. ``timed``: whether step times are known; otherwise omit them."""
     table(
         "What each switch would change",
         ("switch", "peak", "step"),
@@ -155,7 +157,9 @@ def show_changes(changes: Sequence[Change], timed: bool = True) -> None:
 
 
 def show_units(plan: Plan) -> None:
-    """Print bytes of each distinct unit; ``packed``: the unit's gradients as they travel."""
+    """Print the bytes of each distinct unit. The column ``packed`` has the size of the buffer into
+    which gradients are packed before they are reduced.
+    """
     alike: dict[Any, list[Any]] = {}
     for unit, sizes in zip(plan.model.units, plan.engine.by_unit, strict=True):
         alike.setdefault((unit.params, unit.depth), []).append((unit, sizes))
@@ -169,7 +173,7 @@ def show_units(plan: Plan) -> None:
 
 
 def show_suggestions(found: Sequence[Suggestion]) -> None:
-    """Print plans. Means that all share are said once; long labels go on in further lines."""
+    """Print plans. The title names the means that all plans share. Long labels are wrapped."""
     common = [each for each in found[0].means if all(each in s.means for s in found)]
     rows = []
     for s in found:

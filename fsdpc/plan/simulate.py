@@ -1,7 +1,7 @@
-"""``python -m fsdpc simulate``: a step at many worlds, and where each strategy stops scaling.
+"""``python -m fsdpc simulate``: a step on many numbers of ranks, and where scaling stops.
 
-Layout and schedule are the engine's own for one rank, and all ranks are alike, so 100,000 of them
-cost no more than one. Times are those of cost.py's model.
+Layout and schedule of one rank are computed as in the engine. All ranks are alike, so 100,000 ranks
+take no more time than one. Step times are from the model of cost.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code 0; 2: options do not go together."""
+    """Return the exit code. 0: success; 2: the options contradict each other."""
 
     def work() -> int:
         return show_worlds(arguments, options.wanted(arguments), arguments.strategies.split(","))
@@ -57,7 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def worlds_of(text: str | None, default: Sequence[int]) -> list[int]:
-    """The worlds in ``text``, else ``default``. ``ValueError`` names what is no number of ranks."""
+    """Return the worlds in ``text``, or ``default`` if it is empty. ``ValueError`` names a part of
+    ``text`` that is not a number of ranks.
+    """
     if not text:
         return list(default)
     parts = [part.strip() for part in text.split(",")]
@@ -73,7 +75,9 @@ def worlds_of(text: str | None, default: Sequence[int]) -> list[int]:
 def show_worlds(
     arguments: argparse.Namespace, wanted: options.Wanted, strategies: Sequence[str]
 ) -> int:
-    """Print all worlds. ``plan --simulate`` has one strategy; its JSON is a list of worlds."""
+    """Print a row for each world and strategy. With ``--json``, print JSON instead: a dict by
+    strategy, or a list of rows for ``plan --simulate``, which has one strategy.
+    """
     host = wanted.setup.ranks_per_host
     default = [host * 4**i for i in range(7)]
     worlds = worlds_of(arguments.worlds, [*default, MOST_RANKS // host * host])

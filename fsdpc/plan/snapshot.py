@@ -1,8 +1,9 @@
 """A timeline in the format of ``torch.cuda.memory._dump_snapshot``, for torch's own memory viewer.
 
-Time in the viewer is the order of the timeline: each role is allocated where it appears and
-freed where it goes. Frames name unit and role; categories colour by role. The viewer reads pickles
-of protocol 4 at most, and needs the category ``unknown`` to exist.
+Time in the viewer is the position in the timeline. The bytes of a role are freed and allocated
+again at each point where they change. Frames name the role and the unit, and each role is a
+category, so that the viewer can colour by role. The viewer reads pickles of protocol 4 at most, and
+needs an entry with the category ``unknown``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from fsdpc.plan.rows import Key, Point
 
 BASE = 1 << 40
-ROOM = 1 << 44  # addresses between roles, more than any role is large
+ROOM = 1 << 44  # distance between the addresses of two roles; no role has more bytes
 STEP_US = 1000
 
 
@@ -22,8 +23,8 @@ _NOTHING = ("alloc", "free_requested", "free_completed")  # actions of an ``unkn
 
 
 def snapshot(points: Sequence[Point], kept: Mapping[Key, int]) -> dict[str, Any]:
-    """The snapshot of a timeline as plain values, one device's trace. ``kept``: bytes that the
-    segments show.
+    """Return the snapshot of a timeline as plain values, with the trace of one device. ``kept``:
+    the bytes of each role that the viewer shows as allocated segments.
     """
     known = ("other", "")
     trace = [_entry(action, BASE - ROOM, 512, known, "", 0) for action in _NOTHING]
@@ -33,7 +34,7 @@ def snapshot(points: Sequence[Point], kept: Mapping[Key, int]) -> dict[str, Any]
     for time, point in enumerate(points):
         unit, now = point.unit, point.live
         changed = [k for k in keys if live.get(k, 0) != now.get(k, 0)]
-        for key in changed:  # frees first, so that the highest point is that of the moments
+        for key in changed:  # free first, so that the trace's peak is that of the points
             for action in ("free_requested", "free_completed") if live.get(key, 0) else ():
                 trace.append(_entry(action, address[key], live[key], key, unit, time))
         for key in changed:
@@ -49,7 +50,7 @@ def snapshot(points: Sequence[Point], kept: Mapping[Key, int]) -> dict[str, Any]
 
 
 def write(path: str, found: dict[str, Any]) -> None:
-    """Writes a snapshot; open it at pytorch.org/memory_viz."""
+    """Write a snapshot, which pytorch.org/memory_viz can show."""
     with open(path, "wb") as file:
         pickle.dump(found, file, protocol=4)
 

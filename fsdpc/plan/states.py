@@ -1,22 +1,22 @@
-"""Bytes per parameter of optimizers' states, each with its source."""
+"""The bytes of states per parameter, for each optimizer, with the sources of these numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-OF_WHOLE = ("muon", "soap", "shampoo", "adafactor")  # matrices, stepped at their owners
+OF_WHOLE = ("muon", "soap", "shampoo", "adafactor")  # each matrix is stepped by its owner
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """State of one optimizer, in bytes per element of a shard.
+    """The states of one optimizer, per element of a shard.
 
-    ``moments``: buffers that have the parameter's dtype; ``fixed``: bytes whatever that dtype is.
-    ``master``: bytes of a copy of the parameter in fp32, kept where the parameter is narrower.
-    ``temporaries``: bytes per element that a multi-tensor (foreach) update has beside its state,
-    in units of the parameter's dtype; zero for fused updates. ``rest``: small states that no figure
-    counts, and that are never offloaded. ``classes``: names of the classes with this state.
+    ``moments``: how many buffers have the parameter's dtype. ``fixed``: bytes that do not depend on
+    the parameter's dtype. ``master``: whether there is an fp32 copy of narrower parameters.
+    ``temporaries``: how many temporary buffers of the parameter's dtype a multi-tensor (foreach)
+    update needs; zero for fused updates. ``rest``: small states that are not counted here, and are
+    never offloaded. ``classes``: the names of the classes with these states.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Optimizer:
 
     @property
     def without(self) -> str:
-        """What a row of the plan says of ``rest``."""
+        """The text of a plan's row about ``rest``."""
         return f"; without {self.rest}" if self.rest else ""
 
     def state_bytes(self, item: int) -> float:
@@ -39,18 +39,18 @@ class Optimizer:
 
     @property
     def offloads(self) -> bool:
-        """Whether the states pass through buffers, to host memory or a disk."""
+        """Whether the states can be offloaded to host memory or a disk through buffers."""
         has_some = self.master or self.moments > 0 or self.name in ("adamw-bf16", "adamw8bit")
         return has_some and self.name not in OF_WHOLE
 
     def takes(self, changes: Mapping[str, object]) -> bool:
-        """Whether the states can be where these options of a setup put them."""
+        """Return whether the states can be in the place that these options of a setup give."""
         moves = changes.get("host") or changes.get("disk") and self.name not in OF_WHOLE
         return self.offloads or not moves
 
     def parts(self, item: int) -> tuple[int, ...]:
-        """Bytes per element of each state that ``fsdpc.optim`` offloads, without 8-bit states.
-        ``ValueError``: this optimizer has no states that pass through buffers.
+        """Return the bytes per element of each state that ``fsdpc.optim`` offloads; not for 8-bit
+        states. ``ValueError``: this optimizer has no states that pass through buffers.
         """
         if self.master:
             return (4, 4, 4) if item < 4 else (item, item)

@@ -1,4 +1,4 @@
-/* activation_pack and activation_unpack, without the GIL while they run; in host memory or on a GPU. */
+/* The functions activation_pack and activation_unpack, in host memory or on a GPU. They release the GIL. */
 #include "py/activation/py_activation.h"
 
 #include "activation/activation.h"

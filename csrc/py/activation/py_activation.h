@@ -1,11 +1,12 @@
-/* Packed activations and coded rows as functions, which fsdpc/activations and fsdpc/lowbit.py call. */
+/* Functions for packed activations and coded rows, which fsdpc/activations and fsdpc/lowbit.py call. */
 #ifndef FSDPC_PY_ACTIVATION_H
 #define FSDPC_PY_ACTIVATION_H
 
 #include "device/device.h"
 #include "py/base/py.h"
 
-/* The GPU with this ordinal, entered on its current stream; NULL for -1, host memory. */
+/* Sets *out to the GPU with this ordinal, after a call of fsdpc_py_enter_device for that GPU. For -1 (host
+ * memory), sets *out to NULL. */
 int fsdpc_py_activation_device(int32_t ordinal, fsdpc_device **out);
 
 extern PyMethodDef fsdpc_py_activation_methods[];

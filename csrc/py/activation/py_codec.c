@@ -1,5 +1,5 @@
-/* row_codes_bytes, encode_rows, decode_rows: rows of a matrix to codes and back, in host memory or on a GPU.
- * Each row is coded by itself, so that whoever has a row has its codes and scales. The GIL is released. */
+/* The functions row_codes_bytes, encode_rows and decode_rows, in host memory or on a GPU, without the GIL.
+ * Each row is coded by itself, so that a rank that has a row can compute the row's codes and scales. */
 #include "base/status.h"
 #include "codec/codec.h"
 #include "py/activation/py_activation.h"
@@ -62,7 +62,7 @@ run_rows(bool encode, const struct request *r)
     return FSDPC_OK;
 }
 
-/* On a GPU each row is coded as a piece of its own. */
+/* On a GPU each row is passed to the codec as a separate piece. */
 static int
 run_request(bool encode, const struct request *r)
 {

@@ -1,7 +1,7 @@
-/* The part of the DLPack binary interface (version 1) that fsdpc uses, in its own words.
+/* The part of the DLPack binary interface (version 1) that fsdpc uses.
  *
- * Layouts are fixed by the published standard: field order, sizes and the meaning of codes must
- * not change. Names are fsdpc's. See https://dmlc.github.io/dlpack/latest/c_api.html.
+ * The published standard fixes the layouts: field order, sizes and the meaning of codes must not
+ * change. Only the names are fsdpc's own. See https://dmlc.github.io/dlpack/latest/c_api.html.
  */
 #ifndef FSDPC_DLPACK_ABI_H
 #define FSDPC_DLPACK_ABI_H
@@ -10,7 +10,7 @@
 
 enum { DLPACK_MAJOR = 1 };
 
-/* Device types; the CPU can read and write the memory of all but CUDA's. */
+/* Device types. The CPU can read and write the memory of all of them except DLPACK_DEVICE_CUDA. */
 enum {
     DLPACK_DEVICE_CPU = 1,
     DLPACK_DEVICE_CUDA = 2,
@@ -38,7 +38,7 @@ typedef struct dlpack_tensor {
     uint64_t byte_offset;
 } dlpack_tensor;
 
-/* In a capsule named "dltensor", "used_dltensor" once consumed. */
+/* The content of a capsule named "dltensor", or "used_dltensor" once it is consumed. */
 typedef struct dlpack_managed {
     dlpack_tensor tensor;
     void *context;
@@ -50,7 +50,7 @@ typedef struct dlpack_version {
     uint32_t minor;
 } dlpack_version;
 
-/* In a capsule named "dltensor_versioned", "used_dltensor_versioned" once consumed. */
+/* The content of a capsule named "dltensor_versioned", or "used_dltensor_versioned" once it is consumed. */
 typedef struct dlpack_versioned {
     dlpack_version version;
     void *context;
@@ -59,8 +59,8 @@ typedef struct dlpack_versioned {
     dlpack_tensor tensor;
 } dlpack_versioned;
 
-/* In a capsule named "dlpack_exchange_api", the attribute __dlpack_c_exchange_api__ of a type. The
- * functions return 0, or -1 with an exception set. `previous` leads to older major versions. */
+/* The content of a capsule named "dlpack_exchange_api", the attribute __dlpack_c_exchange_api__ of a type.
+ * The functions return 0, or -1 with an exception set. `previous` points to the API of an older version. */
 typedef struct dlpack_exchange {
     dlpack_version version;
     struct dlpack_exchange *previous;
@@ -68,7 +68,7 @@ typedef struct dlpack_exchange {
                     void (*set_error)(void *context, const char *kind, const char *message));
     int (*export_managed)(void *object, dlpack_versioned **out);
     int (*import_managed)(dlpack_versioned *tensor, void **out_object);
-    /* May be NULL. *out is borrowed: valid while `object` lives and keeps its memory. */
+    /* This function may be NULL. *out is borrowed: it is valid while `object` exists and keeps its memory. */
     int (*borrow)(void *object, dlpack_tensor *out);
     int (*current_stream)(int32_t device_type, int32_t device_id, void **out);
 } dlpack_exchange;

@@ -1,13 +1,13 @@
-/* What the files of the Python layer share: module state, errors, arguments, tensors.
+/* Declarations that the files of the Python layer share: module state, errors, arguments, tensors.
  *
  * The layer converts Python objects to C values, releases the GIL, calls the core and converts its
  * status to an exception. There is one module state in a process (sub-interpreters and a second
- * load are refused, since devices and communicators belong to the process), so that errors can be
- * raised where no module object is at hand: fsdpc_py_current() is that state.
+ * load are refused, since devices and communicators belong to the process). fsdpc_py_current()
+ * returns that state, so that errors can be raised without a module object.
  *
- * Functions returning PyObject * give a new reference, or NULL with an exception set; functions
- * returning int give 0, or -1 with an exception set, unless stated otherwise. The GIL is held by
- * callers of everything here.
+ * Functions that return PyObject * return a new reference, or NULL with an exception set; functions
+ * that return int return 0, or -1 with an exception set, unless stated otherwise. Callers of all
+ * functions here hold the GIL, unless stated otherwise.
  */
 #ifndef FSDPC_PY_H
 #define FSDPC_PY_H
@@ -43,11 +43,11 @@ enum fsdpc_py_field_id {
     FSDPC_PY_FIELDS
 };
 
-/* The C functions of a tensor type; NULL where the type has none. */
+/* The C functions of a tensor type. A function that the type does not have is NULL. */
 typedef struct fsdpc_py_tensor_type {
-    PyTypeObject *type; /* NULL: not in use yet */
+    PyTypeObject *type; /* the tensor type; NULL: this entry is not in use yet */
     const dlpack_exchange *exchange;
-    unsigned int version; /* tp_version_tag for which the members below hold; 0: for none */
+    unsigned int version; /* tp_version_tag for which the members below are valid; 0: none */
     const PyGetSetDef *attributes[FSDPC_PY_FIELDS];
     const PyMethodDef *methods[FSDPC_PY_FIELDS]; /* without arguments */
 } fsdpc_py_tensor_type;
@@ -63,19 +63,20 @@ typedef struct fsdpc_py_module_state {
     PyTypeObject *unit_type;
     PyTypeObject *tree_type;
     PyTypeObject *hook_type;
-    vectorcallfunc hook_call; /* of objects of hook_type */
-    PyObject *stalls;         /* what long waits call: py_stall.c */
-    PyObject *name_is_conj;   /* interned str, as are field_names */
+    vectorcallfunc hook_call; /* vectorcall function of hook_type */
+    PyObject *stalls;         /* long waits call its methods: see py_stall.c */
+    /* the interned string "is_conj"; field_names are interned strings too */
+    PyObject *name_is_conj;
     PyObject *field_names[FSDPC_PY_FIELDS];
     PyObject
-        *current_stream; /* ordinal -> the driver's handle of a GPU's current stream, or NULL */
-    fsdpc_py_tensor_type tensors[FSDPC_PY_TENSOR_TYPES]; /* the first types that came */
+        *current_stream; /* callable: a GPU's ordinal -> handle of its current stream; or NULL */
+    fsdpc_py_tensor_type tensors[FSDPC_PY_TENSOR_TYPES]; /* the first tensor types used */
 } fsdpc_py_module_state;
 
 fsdpc_py_module_state *fsdpc_py_state(PyObject *module);
-/* The state of the one loaded module; NULL before its start and after its end. */
+/* Returns the state of the one loaded module, or NULL before the module starts and after it ends. */
 fsdpc_py_module_state *fsdpc_py_current(void);
-/* Called with the state when the module starts, with NULL when it ends. */
+/* Sets the current state when the module starts, and sets it to NULL when the module ends. */
 void fsdpc_py_set_current(fsdpc_py_module_state *state);
 /* Makes a heap type from its spec, bound to `module`, adds it to the module under its short name
  * and stores a reference in *slot (a member of the module state, which owns it). */
@@ -85,12 +86,12 @@ bool fsdpc_py_finalizing(void);
 
 /* --- callbacks (py_state.c) ------------------------------------------------------------------ */
 
-/* +1 before Python code that runs in the middle of a core call of this thread, -1 after; and
- * whether such code is running. */
+/* Call core_calls_python(1) before Python code that runs in the middle of a core call of this thread, and
+ * core_calls_python(-1) after it. is_in_core tells whether such code is running. */
 void fsdpc_py_core_calls_python(int more);
 bool fsdpc_py_is_in_core(void);
-/* To be called around a callback into Python from a thread with or without the GIL: an exception that was set
- * before is restored after it. FSDPC_E_STATE while the interpreter shuts down. */
+/* Call these around a callback into Python, from a thread with or without the GIL. An exception that was set
+ * before enter is restored by leave. enter fails with FSDPC_E_STATE while the interpreter shuts down. */
 typedef struct fsdpc_py_entered {
     PyGILState_STATE gil;
     PyObject *type, *value, *trace;
@@ -101,18 +102,18 @@ int fsdpc_py_callback_leave(fsdpc_py_entered *self, int status);
 
 /* --- errors (py_status.c) ---------------------------------------------------------------------*/
 
-/* Raises the exception class of `status` with this thread's error text; always returns NULL. An
- * exception that is already set because a callback raised it becomes the cause of the new one. One
- * that a signal handler raised (FSDPC_E_INTERRUPT), or that is not an Exception (SystemExit), stays
- * as it is. */
+/* Raises the exception class of `status` with this thread's error text; always returns NULL. An exception
+ * that is already set because a callback raised it becomes the cause of the new one. An exception that a
+ * signal handler raised (FSDPC_E_INTERRUPT), or that is not an Exception (SystemExit), is kept
+ * unchanged. */
 PyObject *fsdpc_py_raise(int status);
-/* The status for the class of the exception that is set, which a communicator's callback has raised. */
+/* Returns the status for the class of the exception that is set, which a communicator's callback raised. */
 int fsdpc_py_status_of_exception(void);
-/* None, or what fsdpc_py_raise does if `status` is an error. */
+/* Returns None, or raises with fsdpc_py_raise and returns NULL if `status` is an error. */
 PyObject *fsdpc_py_none_or(int status);
-/* 0, or -1 after fsdpc_py_raise if `status` is an error. */
+/* Returns 0, or raises with fsdpc_py_raise and returns -1 if `status` is an error. */
 int fsdpc_py_checked(int status);
-/* The value of an expression that is computed without the GIL. */
+/* Evaluates an expression without the GIL, and yields its value. */
 #define FSDPC_PY_UNLOCKED(expression)                       \
     __extension__({                                         \
         PyThreadState *thread_ = PyEval_SaveThread();       \
@@ -120,15 +121,15 @@ int fsdpc_py_checked(int status);
         PyEval_RestoreThread(thread_);                      \
         value_;                                             \
     })
-/* One-line text "ClassName: message" of the exception that is set, which stays set. Borrowed, kept
- * in `buffer`. "" when none is set. */
+/* Writes "ClassName: message" of the exception that is set to `buffer`, as one line, and returns `buffer`.
+ * The text is "" if no exception is set. The exception stays set. */
 const char *fsdpc_py_exception_text(char *buffer, size_t bytes);
-/* The last note (add_note) of the exception that is set, with a new line before it; "" without one. */
+/* Writes a new line and the last note (add_note) of the exception that is set; "" if there is no note. */
 void fsdpc_py_exception_note(char *buffer, size_t bytes);
-/* Calls a callable without arguments; the call may remove the callable from its owner. 0 or -1. */
+/* Calls a callable without arguments. Returns 0 or -1. The call may remove the callable from its owner. */
 int fsdpc_py_call(PyObject *callable);
-/* For waits, without the GIL: runs Python's signal handlers (on the main thread; a no-op
- * elsewhere). Non-zero if one raised: the exception stays set, and fsdpc_py_raise keeps it. */
+/* Runs Python's signal handlers, for waits without the GIL. A no-op on other threads than the main one.
+ * Returns non-zero if a handler raised an exception: it stays set, and fsdpc_py_raise keeps it. */
 int fsdpc_py_check_signals(void);
 
 /* --- arguments (py_args.c) ------------------------------------------------------------------- */
@@ -140,12 +141,12 @@ enum fsdpc_py_kind {
     FSDPC_PY_DOUBLE,      /* double */
     FSDPC_PY_BOOL,        /* bool: truth value */
     FSDPC_PY_STR,         /* const char *: UTF-8 without NUL, borrowed from the argument */
-    FSDPC_PY_STR_OR_NONE, /* the same, NULL for None */
+    FSDPC_PY_STR_OR_NONE, /* const char *: as STR, or NULL for None */
     FSDPC_PY_OBJECT       /* PyObject *: borrowed */
 };
 
 enum fsdpc_py_need {
-    FSDPC_PY_OPTIONAL, /* *out keeps the value that it had before the call */
+    FSDPC_PY_OPTIONAL, /* if the argument is missing, *out keeps its value */
     FSDPC_PY_REQUIRED,
     FSDPC_PY_KEYWORD /* optional and by name only; such rows come last in the table */
 };
@@ -157,26 +158,26 @@ typedef struct fsdpc_py_arg {
     void *out; /* points to a variable of the kind's C type */
 } fsdpc_py_arg;
 
-/* Parses arguments of a METH_FASTCALL | METH_KEYWORDS function (`keywords` may be NULL). `function` is the
- * name in messages. TypeError, OverflowError, ValueError as CPython words them. */
+/* Parses arguments of a METH_FASTCALL | METH_KEYWORDS function (`keywords` may be NULL). Messages name
+ * `function`. Raises TypeError, OverflowError or ValueError, in CPython's words. */
 int fsdpc_py_args(const char *function, const fsdpc_py_arg *table, int count,
                   PyObject *const *values, Py_ssize_t positional, PyObject *keywords);
 
-/* A list of what `item` makes of the numbers below `count`; NULL with an exception. */
+/* Returns the list of item(context, i) for each i below `count`, or NULL with an exception set. */
 PyObject *fsdpc_py_list(Py_ssize_t count, PyObject *(*item)(const void *context, Py_ssize_t number),
                         const void *context);
 
 /* --- tables of methods ----------------------------------------------------------------------- */
 
-/* A row of a table: the name in Python, the C function, how the function is called, the arguments as help()
- * shows them, what the method does. */
+/* A row of a table of methods: the name in Python, the C function, how Python calls the function, the
+ * arguments as help() shows them, and what the method does. */
 #define FSDPC_PY_METHOD(name, function, flags, arguments, doc) \
     {#name, (PyCFunction)(void (*)(void))(function), flags, #name arguments "\n--\n\n" doc}
-/* The same for a C function with the method's name. */
+/* A row of a table of methods whose C function has the method's name. */
 #define FSDPC_PY_FUNCTION(name, flags, arguments, doc) \
     FSDPC_PY_METHOD(name, name, flags, arguments, doc)
 #define FSDPC_PY_KEYWORDS (METH_FASTCALL | METH_KEYWORDS)
-/* The getter get_name of an attribute of `type`, which is one expression of `self`. */
+/* Defines the getter get_name of an attribute of `type`. `value` is an expression of `self`. */
 #define FSDPC_PY_GETTER(type, name, value)                            \
     static PyObject *get_##name(type *self, void *Py_UNUSED(closure)) \
     {                                                                 \
@@ -185,10 +186,10 @@ PyObject *fsdpc_py_list(Py_ssize_t count, PyObject *(*item)(const void *context,
 
 /* --- attributes (py_args.c) ------------------------------------------------------------------ */
 
-/* The row of a table of attributes for the getter get_name; `set`: the setter, or NULL. */
+/* A row of a table of attributes with the getter get_name. `set` is the setter, or NULL. */
 #define FSDPC_PY_ATTRIBUTE(name, set, doc) {#name, (getter)get_##name, (setter)(set), doc, NULL}
-/* The same for an attribute that is a member of a type: any object, or NULL, which is None. Its offset is the
- * closure of getter and setter. */
+/* A row of a table of attributes for a member of a type: any object, or NULL, which Python reads as None. The
+ * closure of getter and setter is the member's offset. */
 #define FSDPC_PY_MEMBER(type, member, doc) \
     {#member, fsdpc_py_get_member, fsdpc_py_set_member, doc, (void *)offsetof(type, member)}
 PyObject *fsdpc_py_get_member(PyObject *self, void *offset);
@@ -196,13 +197,13 @@ int fsdpc_py_set_member(PyObject *self, PyObject *value, void *offset);
 
 /* --- tensors (py_tensor.c, py_dlpack.c) ------------------------------------------------------ */
 
-/* The DLPack functions that the type publishes; NULL (without an exception) if none of them fit. */
+/* Returns the DLPack functions that the type publishes; NULL (without an exception) if none can be used. */
 const dlpack_exchange *fsdpc_py_look_up_exchange(PyTypeObject *type);
-/* The functions of a tensor type; NULL, without an exception, for other types and when the module state
- * has no room for one more. */
+/* Returns the C functions of a tensor type. NULL, without an exception, for other types and when the module
+ * state has no room for another type. */
 fsdpc_py_tensor_type *fsdpc_py_tensor_type_of(PyTypeObject *type);
-/* tensor.name, tensor.name = value (NULL is refused by torch) and tensor.name() with what Python's own
- * functions give (py_tensor_type.c). */
+/* Read tensor.name, set tensor.name (torch refuses NULL) and call tensor.name(), with the same results as
+ * Python's own functions (py_tensor_type.c). */
 PyObject *fsdpc_py_field(PyObject *tensor, enum fsdpc_py_field_id field);
 int fsdpc_py_set_field(PyObject *tensor, enum fsdpc_py_field_id field, PyObject *value);
 PyObject *fsdpc_py_call_field(PyObject *tensor, enum fsdpc_py_field_id field);
@@ -210,12 +211,12 @@ int fsdpc_py_make_fields(fsdpc_py_module_state *state);
 
 enum { FSDPC_PY_MAX_DIMS = 16 };
 
-/* Where tensors' memory is, in DLPack's codes; host memory of any kind is {DLPACK_DEVICE_CPU, 0}. */
+/* The place of tensors' memory, in DLPack's codes. Host memory of any kind is {DLPACK_DEVICE_CPU, 0}. */
 typedef struct fsdpc_py_device {
     int32_t type, id;
 } fsdpc_py_device;
 extern const fsdpc_py_device fsdpc_py_host;
-/* The DLPack device of tensors in a device's memory. */
+/* Returns the DLPack device of tensors that are in the device's memory. */
 fsdpc_py_device fsdpc_py_device_of(const fsdpc_device *device);
 
 /* Memory of a tensor or an array. Types other than those of dtype.h are BYTES, with the size
@@ -234,44 +235,46 @@ typedef struct fsdpc_py_view {
     PyObject *owner; /* keeps the memory alive until fsdpc_py_view_release */
 } fsdpc_py_view;
 
-/* Any object with __dlpack__ or the buffer protocol; only a torch tensor may be in a GPU's memory. The view
- * keeps the memory alive until fsdpc_py_view_release. TypeError, BufferError. */
+/* Views any object with __dlpack__ or the buffer protocol. Only a torch tensor may be in a GPU's memory. The
+ * view keeps the memory alive until fsdpc_py_view_release. Raises TypeError or BufferError. */
 int fsdpc_py_tensor_view_any(PyObject *object, fsdpc_py_view *out);
 void fsdpc_py_view_release(fsdpc_py_view *view);
-/* A torch.Tensor in host memory, without ownership: valid as long as the tensor keeps its storage,
- * nothing to release. Requires-grad tensors are allowed. Fast where torch exports its C functions
- * (2.13 does), else by calling the tensor's methods. TypeError, BufferError. */
+/* Views a torch.Tensor in host memory, without ownership: the view is valid as long as the tensor keeps its
+ * storage, and is not released. Requires-grad tensors are allowed. Fast if torch exports its C functions
+ * (2.13 does); otherwise the tensor's methods are called. Raises TypeError or BufferError. */
 int fsdpc_py_torch_view(PyObject *tensor, fsdpc_py_view *out);
-/* The same for tensors in a given place. The BufferError names that place and the tensor's. */
+/* Like fsdpc_py_torch_view, but for tensors in the given place. For a tensor in another place, a BufferError
+ * names both places. */
 int fsdpc_py_torch_view_on(PyObject *tensor, fsdpc_py_device place, fsdpc_py_view *out);
-/* The same for tensors in host memory or a GPU's. */
+/* Like fsdpc_py_torch_view, but for tensors in host memory or in a GPU's memory. */
 int fsdpc_py_torch_view_any(PyObject *tensor, fsdpc_py_view *out);
-/* 0 if the view is in `place`, else -1 with BufferError. */
+/* Returns 0 if the view is in `place`, else -1 with a BufferError. */
 int fsdpc_py_check_device(const fsdpc_py_view *view, fsdpc_py_device place);
-/* Only the address of a tensor's memory: the cheapest query. */
+/* Gets only the address of a tensor's memory, which is the cheapest query. */
 int fsdpc_py_torch_data(PyObject *tensor, const void **out);
-/* The same as fsdpc_py_torch_view by the tensor's methods alone; for tests and measurements. */
+/* Like fsdpc_py_torch_view, but always calls the tensor's methods. For tests and measurements. */
 int fsdpc_py_torch_view_slow(PyObject *tensor, fsdpc_py_view *out);
 /* True if the object's type is a torch tensor's. */
 bool fsdpc_py_is_torch(PyObject *object);
-/* Fills in numel and contiguous from ndim, shape and strides, and checks that the memory is there.
+/* Fills in numel and contiguous from ndim, shape and strides, and checks that the memory exists. Raises
  * BufferError. */
 int fsdpc_py_view_finish(fsdpc_py_view *view);
-/* Fills a view from a DLPack tensor in host or CUDA memory. BufferError. */
+/* Fills a view from a DLPack tensor in host or CUDA memory. Raises BufferError. */
 int fsdpc_py_view_from_dlpack(const dlpack_tensor *tensor, fsdpc_py_view *out);
-/* A "dltensor" capsule over `data` (row-major), as torch.utils.dlpack.from_dlpack takes it. The
+/* Returns a "dltensor" capsule over `data` (row-major), as torch.utils.dlpack.from_dlpack takes it. The
  * consumer keeps `owner` alive; shape is copied. */
 PyObject *fsdpc_py_dlpack_export(void *data, fsdpc_dtype dtype, int ndim, const int64_t *shape,
                                  fsdpc_py_device place, PyObject *owner);
 
 /* --- streams (py_stream.c) ------------------------------------------------------------------- */
 
-/* This thread's work for the device goes on torch's current stream from now on. A no-op for a
+/* Makes this thread queue its work for the device on torch's current stream from now on. A no-op for a
  * synchronous device. */
 int fsdpc_py_enter_device(fsdpc_device *device);
-/* The same where no exception may be raised: an exception that is set stays, a failure is ignored. */
+/* Like fsdpc_py_enter_device, but raises no exception: an exception that is already set stays set, and a
+ * failure is ignored. */
 void fsdpc_py_enter_quietly(fsdpc_device *device);
-/* set_stream_function(function) of the module. */
+/* Implements set_stream_function(function) of the module. */
 PyObject *fsdpc_py_set_stream_function(PyObject *module, PyObject *function);
 
 #endif

@@ -1,9 +1,9 @@
-/* A Python allocator for a GPU's memory: torch's, so that torch's cache and statistics include what
- * units allocate. Steps allocate nothing, so the cost of calling Python does not matter.
+/* An allocator of GPU memory that calls torch's allocator through Python, so that torch's cache and
+ * statistics include what units allocate. Steps allocate nothing, so the cost of calling Python does not
+ * matter.
  *
  * The core calls these functions with the GIL released or held. An exception that `alloc` raises stays set in
- * this thread and becomes the cause of the final one; an OutOfMemoryError keeps its class.
- */
+ * this thread and becomes the cause of the final exception; an OutOfMemoryError keeps its class. */
 #include <string.h>
 
 #include "base/mem.h"
@@ -51,7 +51,7 @@ alloc(void *context, size_t bytes, fsdpc_stream *stream, void **out)
     return fsdpc_py_callback_leave(&state, status);
 }
 
-/* No caller can receive an exception here: sys.unraisablehook gets it. */
+/* Passes an exception to sys.unraisablehook, because no caller can receive it here. */
 static void
 finish(PyObject *result, PyObject *callable)
 {
@@ -67,7 +67,7 @@ give_back(void *context, void *block)
     const hooks *to = context;
     fsdpc_py_entered state;
     if (fsdpc_py_finalizing() || fsdpc_py_callback_enter(&state) != FSDPC_OK) {
-        return; /* the process ends, and its memory with it */
+        return; /* the process ends, which frees its memory */
     }
     finish(PyObject_CallFunction(to->free, "K", (unsigned long long)(uintptr_t)block), to->free);
     (void)fsdpc_py_callback_leave(&state, FSDPC_OK);
@@ -90,7 +90,7 @@ release(void *context)
 {
     hooks *to = context;
     if (fsdpc_py_finalizing()) {
-        return; /* leaked on purpose: nothing may be called any more */
+        return; /* leaked on purpose: Python may not be called any more */
     }
     PyGILState_STATE gil = PyGILState_Ensure();
     Py_XDECREF(to->alloc);

@@ -1,7 +1,7 @@
-/* Argument parser of all functions of the extension: a table of names, kinds and targets. Lists, attributes.
+/* The argument parser of all functions of the extension; helpers for lists and attributes.
  *
- * The table lives on the caller's stack with the addresses of its variables, so parsing allocates
- * nothing. Messages follow CPython's own.
+ * The parser reads a table of names, kinds and targets. The table is on the caller's stack and has the
+ * addresses of the caller's variables, so parsing allocates nothing. Messages follow CPython's own.
  */
 #include <string.h>
 
@@ -17,7 +17,7 @@ bad_type(const char *function, const fsdpc_py_arg *arg, const char *wanted, PyOb
     return -1;
 }
 
-/* Value of an integer argument within [low, high]. */
+/* Reads the value of an integer argument, which must be within [low, high]. */
 static int
 parse_int(const char *function, const fsdpc_py_arg *arg, PyObject *value, int64_t low, int64_t high,
           int64_t *out)
@@ -163,7 +163,7 @@ too_many(const char *function, const fsdpc_py_arg *table, int limit, Py_ssize_t 
     return -1;
 }
 
-/* Puts keyword arguments to their places in `found`. */
+/* Puts keyword arguments into their places in `found`. */
 static int
 place_keywords(const char *function, const fsdpc_py_arg *table, int count, PyObject *const *values,
                PyObject *keywords, PyObject **found)

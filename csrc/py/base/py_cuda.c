@@ -1,5 +1,5 @@
-/* The GPUs of this process as plain data. The first query starts the CUDA driver; importing does
- * not. */
+/* Data about the GPUs of this process. The first query starts the CUDA driver; importing the module does not
+ * start it. */
 #include "py/base/py_cuda.h"
 
 #include <limits.h>
@@ -70,7 +70,7 @@ cuda_memory(PyObject *Py_UNUSED(module), PyObject *number)
     return Py_BuildValue("(nn)", (Py_ssize_t)free_bytes, (Py_ssize_t)total);
 }
 
-/* Without the variable FSDPC_LIBCUDA no driver is loaded. */
+/* Loads no driver if the variable FSDPC_LIBCUDA is not set. */
 static PyObject *
 stand_in(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {

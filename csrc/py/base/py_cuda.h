@@ -1,10 +1,10 @@
-/* What this extension can do with the machine's devices. */
+/* Functions of this extension for the machine's devices. */
 #ifndef FSDPC_PY_CUDA_H
 #define FSDPC_PY_CUDA_H
 
 #include "py/base/py.h"
 
-/* A GPU by its ordinal, or by a number from Python. The first call starts the CUDA driver. */
+/* Gets a GPU by its ordinal, or by a number from Python. The first call starts the CUDA driver. */
 int fsdpc_py_gpu(int ordinal, fsdpc_device **out);
 int fsdpc_py_find_gpu(PyObject *number, fsdpc_device **out);
 

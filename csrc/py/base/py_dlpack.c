@@ -1,11 +1,11 @@
-/* DLPack and the buffer protocol: tensors out of and into Python.
+/* DLPack and the buffer protocol: export of tensors to Python, import of tensors from Python.
  *
- * Out: unversioned "dltensor" capsules, which every torch release consumes. A consumer may drop
- * its tensor on any thread and at any time, even after the interpreter has ended; in the latter
- * case the owner is leaked on purpose, since nothing may be called any more.
+ * Export: unversioned "dltensor" capsules, which every torch release consumes. A consumer may drop
+ * its tensor on any thread and at any time, even after the interpreter has ended. After that end the
+ * owner is leaked on purpose, because Python may not be called any more.
  *
- * In: torch tensors by their C functions (they may require grad, which __dlpack__ refuses), then
- * the buffer protocol (NumPy, bytearray, memoryview), then __dlpack__ of anything else.
+ * Import: torch tensors by their C functions (they may require grad, which __dlpack__ refuses), then
+ * the buffer protocol (NumPy, bytearray, memoryview), then __dlpack__ of any other object.
  */
 #include <string.h>
 
@@ -34,7 +34,7 @@ drop_export(dlpack_managed *managed)
     fsdpc_mem_free(self);
 }
 
-/* A consumer renames the capsule: while it has its first name, nobody has taken the tensor. */
+/* Frees the tensor if no consumer has taken it: a consumer renames the capsule. */
 static void
 drop_capsule(PyObject *capsule)
 {
@@ -108,8 +108,8 @@ dtype_of_format(const char *format)
     return strcmp(format, "e") == 0 ? FSDPC_F16 : FSDPC_BYTES;
 }
 
-/* True for a format with Python objects: these are addresses, which must be neither sent nor overwritten.
- * Names of fields stand between colons. */
+/* True for a buffer format with Python objects. The items are then addresses, which must be neither sent nor
+ * overwritten. In a format, names of fields are between colons. */
 static bool
 holds_objects(const char *format)
 {
@@ -152,7 +152,7 @@ view_from_buffer(const Py_buffer *buffer, fsdpc_py_view *out)
     return fsdpc_py_view_finish(out);
 }
 
-/* The view's owner is a memoryview, which holds the buffer. */
+/* The view's owner is a memoryview, which keeps the buffer alive. */
 static int
 view_by_buffer(PyObject *object, fsdpc_py_view *out)
 {
@@ -170,8 +170,8 @@ view_by_buffer(PyObject *object, fsdpc_py_view *out)
 
 /* --- in: __dlpack__ --------------------------------------------------------------------------- */
 
-/* The capsule, as it came, becomes the view's owner: its destructor calls the producer's deleter, so
- * the capsule is neither renamed nor consumed. */
+/* The capsule becomes the view's owner without being renamed or consumed, so that the capsule's destructor
+ * calls the producer's deleter. */
 static int
 view_from_capsule(PyObject *capsule, fsdpc_py_view *out)
 {
@@ -229,7 +229,7 @@ fsdpc_py_tensor_view_any(PyObject *object, fsdpc_py_view *out)
         if (view_by_buffer(object, out) == 0) {
             return 0;
         }
-        /* NumPy refuses the buffer of element types from other packages (bfloat16). */
+        /* NumPy refuses to export arrays with element types of other packages (bfloat16) as buffers. */
         if (!dlpack || !PyErr_ExceptionMatches(PyExc_ValueError)) {
             return -1;
         }

@@ -1,4 +1,4 @@
-/* Lanes in capsules, and pinned host memory as tensors that own it. */
+/* Lanes (device/lane.h) in capsules, and pinned host memory in tensors that own the memory. */
 #include "py/base/py_cuda.h"
 
 #include "base/mem.h"
@@ -90,7 +90,7 @@ lane_new(PyObject *Py_UNUSED(module), PyObject *number)
     return capsule;
 }
 
-/* The lane in a capsule, with torch's current stream as the caller's. NULL with an exception. */
+/* Returns the lane in a capsule, with torch's current stream as the caller's. NULL with an exception set. */
 static fsdpc_lane *
 entered(PyObject *object)
 {

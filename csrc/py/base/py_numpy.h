@@ -1,4 +1,4 @@
-/* The NumPy C API, with one table for all files of the extension, which py_module.c fills. */
+/* The NumPy C API. All files of the extension use one table, which py_module.c fills. */
 #ifndef FSDPC_PY_NUMPY_H
 #define FSDPC_PY_NUMPY_H
 

@@ -5,7 +5,7 @@
 
 static fsdpc_py_module_state *current_state;
 
-/* Nesting of Python code that runs in the middle of core calls of this thread. */
+/* The depth of nesting of Python code that this thread runs in the middle of core calls. */
 static _Thread_local int in_core;
 
 /* --- module state ---------------------------------------------------------------------------- */

@@ -1,13 +1,13 @@
-/* From a status of the core to a Python exception.
+/* Conversion of a status of the core to a Python exception.
  *
- * The class comes from the status, the message is the thread's error text, which the core has
- * filled with names and ways out. OSError gets its errno, so that Python picks the subclass.
+ * The class comes from the status. The message is the thread's error text, in which the core says what failed
+ * and what can be done. An OSError gets its errno, so that Python picks the subclass.
  */
 #include <string.h>
 
 #include "py/base/py.h"
 
-/* The exception class for a status. Borrowed. */
+/* Returns the exception class for a status. The reference is borrowed. */
 static PyObject *
 exception_class(int status)
 {
@@ -45,8 +45,8 @@ exception_class(int status)
     }
 }
 
-/* An out-of-memory error of another allocator keeps that allocator's exception class, which its
- * users catch. */
+/* Returns the class of the new exception. An out-of-memory error of another allocator keeps that allocator's
+ * class, which the allocator's users catch. */
 static PyObject *
 class_for(int status, PyObject *cause)
 {
@@ -78,7 +78,7 @@ make_exception(int status, PyObject *cause)
     return made;
 }
 
-/* The exception that is set, normalised and no longer set; NULL when none is. */
+/* Returns the exception that is set, normalised, and clears it. NULL if no exception is set. */
 static PyObject *
 take_exception(void)
 {
@@ -146,7 +146,7 @@ fsdpc_py_checked(int status)
     return 0;
 }
 
-/* Writes "ClassName: first line of the text" of the exception `value`, or the class name alone. */
+/* Writes "ClassName: first line" of the exception `value`, or only the class name if it has no text. */
 static void
 copy_line(PyObject *value, char *buffer, size_t bytes)
 {

@@ -1,5 +1,5 @@
-/* torch's current stream becomes the engine's. The stream is read at each entry, because users may change
- * it at any time. On a simulated GPU torch's operators run on the default stream.
+/* Makes torch's current stream the engine's stream. The stream is read at each entry, because users may
+ * change it at any time. On a simulated GPU torch's operators run on the default stream.
  */
 #include "py/base/py.h"
 

@@ -1,12 +1,12 @@
 /* Views of torch tensors from C, without torch's headers or libraries.
  *
- * This runs once per gradient in a training step. Newer torch publishes C functions on the tensor
- * type (DLPack's exchange interface, py_tensor_type.c): one call fills a struct. Where they are
- * missing, or refuse a tensor, the tensor's Python methods are called instead, which also yields the
- * better error text.
+ * This code runs once per gradient in a training step. Newer torch publishes C functions on the tensor
+ * type (DLPack's exchange interface, py_tensor_type.c): one call fills a struct. If the functions are
+ * missing, or refuse a tensor, the tensor's Python methods are called instead, which also give better
+ * error texts.
  *
- * A lazily negated or conjugated tensor has memory that does not hold its values; the C functions
- * do not report that, so the tensor's is_neg() and is_conj() are called besides.
+ * A lazily negated or conjugated tensor has memory that does not hold its values. The C functions
+ * do not report that, so the tensor's is_neg() and is_conj() are called as well.
  */
 #include <stdio.h>
 #include <string.h>
@@ -151,7 +151,7 @@ exchange_of(PyTypeObject *type)
     return known != NULL ? known->exchange : fsdpc_py_look_up_exchange(type);
 }
 
-/* The truth of a method's result, 1 or 0, whose reference is taken over; -1 with an exception set. */
+/* Returns the truth of a method's result, 1 or 0, and drops its reference; -1 with an exception set. */
 static int
 truth_of(PyObject *answer)
 {
@@ -164,8 +164,8 @@ truth_of(PyObject *answer)
     return truth;
 }
 
-/* A real tensor can carry torch's negative bit, a complex one also the conjugate bit: tensors with a
- * bit set are refused. */
+/* Refuses a tensor with torch's negative bit or conjugate bit. A complex tensor can have both, a real one
+ * only the negative bit. */
 static int
 check_plain(PyObject *tensor, fsdpc_dtype dtype)
 {
@@ -182,7 +182,7 @@ check_plain(PyObject *tensor, fsdpc_dtype dtype)
 
 /* --- by methods ------------------------------------------------------------------------------ */
 
-/* str() of an attribute as text, which is borrowed from *held; NULL with an exception set. */
+/* Returns str() of an attribute as text, which is borrowed from *held. NULL with an exception set. */
 static const char *
 attribute_text(PyObject *object, const char *name, PyObject **held)
 {
@@ -212,7 +212,7 @@ read_type(PyObject *tensor, fsdpc_py_view *out)
     return PyErr_Occurred() == NULL ? 0 : -1;
 }
 
-/* Reads a sequence of integers, whose reference is taken over; its length, or -1. */
+/* Reads a sequence of integers and drops its reference. Returns its length, or -1. */
 static int
 read_numbers(PyObject *sequence, int64_t *out)
 {
@@ -266,7 +266,7 @@ read_device(PyObject *tensor, fsdpc_py_device *out)
     return PyErr_Occurred() == NULL ? 0 : -1;
 }
 
-/* Says why a tensor without plain memory (sparse, meta, ...) cannot be viewed. Returns -1. */
+/* Raises an error that says why a tensor without plain memory (sparse, meta, ...) has no view. Returns -1. */
 static int
 no_memory(void)
 {

@@ -1,11 +1,11 @@
-/* What tensor types offer to C: DLPack's functions, and the C functions behind attributes and methods
- * that a step reads for each parameter, without the search through the type and its bases.
+/* C functions of tensor types: DLPack's functions, and the functions behind attributes and methods that a
+ * step reads for each parameter. A call of these functions saves the search through the type and its bases.
  *
  * A type's functions are looked up once and kept in the module state, which holds a reference to the
  * type so that no other type gets its address. Functions behind attributes are kept with the type's
- * version: Python gives the type another one when the type or a base changes, and then they are looked
- * up again. An attribute is read by name if it is not a C getter, if the type has a `__getattribute__`
- * of its own, or if the module state has no room for the type.
+ * version. Python gives the type another version when the type or a base changes; the functions are then
+ * looked up again. An attribute is read by name if it is not a C getter, if the type has its own
+ * `__getattribute__`, or if the module state has no room for the type.
  */
 #include "py/base/py.h"
 
@@ -95,7 +95,7 @@ fsdpc_py_make_fields(fsdpc_py_module_state *state)
     return 0;
 }
 
-/* Fills in the functions. The type's descriptors own them, and live as long as the type has this version. */
+/* Looks up the functions. The type's descriptors own the functions, as long as the type has this version. */
 static int
 look_up(fsdpc_py_tensor_type *self, fsdpc_py_module_state *state)
 {
@@ -132,7 +132,7 @@ renew_functions(PyTypeObject *type)
     return known;
 }
 
-/* The functions of the tensor's type; NULL without an exception: read the attribute by name. */
+/* Returns the functions of the tensor's type, or NULL (without an exception) to read attributes by name. */
 static inline const fsdpc_py_tensor_type *
 functions_of(PyObject *tensor)
 {

@@ -1,4 +1,4 @@
-/* The CPU device's kernels: how many threads they use, which instruction sets there are. */
+/* Functions about the CPU device's kernels: their number of threads, and the available instruction sets. */
 #include "py/base/py_cuda.h"
 
 static PyObject *

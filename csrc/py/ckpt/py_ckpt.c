@@ -1,6 +1,6 @@
-/* Digests, headers, ranges of files, copies of many pieces. Ranges come as a table of int64, a row per range:
- * address in memory (0: none), offset in the file, bytes, offset in the tensor, types in memory and in the
- * file. The caller keeps that memory alive. The GIL is released while a file is read or written.
+/* Digests, headers, ranges of files, and copies of many pieces. Ranges are a table of int64 with a row per
+ * range: address in memory (0: none), offset in the file, bytes, offset in the tensor, type in memory, type
+ * in the file. The caller keeps the memory alive. The GIL is released while a file is read or written.
  */
 #include "py/ckpt/py_ckpt.h"
 
@@ -52,7 +52,7 @@ ckpt_digest(PyObject *Py_UNUSED(module), PyObject *data)
     return Py_BuildValue("(kK)", (unsigned long)crc, (unsigned long long)sum);
 }
 
-/* Opens a buffer of items of `itemsize` bytes; read-only buffers, too, unless `writable`. */
+/* Opens a buffer of items of `itemsize` bytes. If `writable`, read-only buffers are refused. */
 static int
 open_items(PyObject *object, const char *what, Py_ssize_t itemsize, bool writable, Py_buffer *view)
 {
@@ -74,7 +74,7 @@ typedef struct combine_job {
     int opened;
 } combine_job;
 
-/* False with a Python error unless the groups take up all parts. */
+/* Checks that the counts of the groups add up to the number of parts. Sets an exception if not. */
 static bool
 combine_fits(const combine_job *job)
 {
@@ -254,10 +254,10 @@ typedef struct range_job {
     fsdpc_file_range *ranges;
     size_t count;
     Py_buffer digests;
-    int32_t fd; /* of a file that is read */
+    int32_t fd; /* descriptor of a file that is read */
 } range_job;
 
-/* A number that names no type becomes an invalid type; a cast would cut numbers above 32 bits. */
+/* Returns an invalid type for a number that names no type. A cast would truncate numbers above 32 bits. */
 static fsdpc_dtype
 type_of(int64_t number)
 {
@@ -295,7 +295,7 @@ read_ranges(PyObject *table, range_job *job)
     return job->ranges == NULL ? -1 : 0;
 }
 
-/* Checks that there is room for exactly the digests that come. */
+/* Opens the buffer for digests, and checks that it has exactly one item per digest. */
 static int
 open_digests(PyObject *digests, range_job *job)
 {

@@ -1,4 +1,4 @@
-/* Checkpoint files as functions of the extension. */
+/* Functions of the extension for checkpoint files. */
 #ifndef FSDPC_PY_CKPT_H
 #define FSDPC_PY_CKPT_H
 

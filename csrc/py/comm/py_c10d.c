@@ -1,7 +1,7 @@
-/* The callbacks of a "c10d" communicator: collectives as methods of a Python object.
+/* The callbacks of a "c10d" communicator, which call collectives as methods of a Python object.
  *
- * The core calls these functions with the GIL released or held; they take the GIL, wrap the memory as a NumPy
- * array of bytes that is valid for the call only, and call the method. An exception raised there
+ * The core calls these functions with the GIL released or held. They take the GIL, wrap the memory as a NumPy
+ * array of bytes that is valid only during the call, and call the method. An exception that the method raises
  * stays set in this thread and ends the collective with FSDPC_E_COMM; when that status reaches
  * Python, fsdpc_py_raise makes the exception its cause (or keeps it, for KeyboardInterrupt).
  *
@@ -24,7 +24,7 @@ typedef struct target {
     int world;
 } target;
 
-/* Status of a method call, whose result or exception is consumed. */
+/* Returns the status of a method call, and drops the call's result or reads its exception. */
 static int
 finish(PyObject *result, const char *method, const char *what)
 {
@@ -40,7 +40,7 @@ finish(PyObject *result, const char *method, const char *what)
     }
     const int status = fsdpc_py_status_of_exception();
     if (status != FSDPC_E_COMM) {             /* fsdpc's own error, which says what failed */
-        const char *own = strstr(text, ": "); /* behind the class's name */
+        const char *own = strstr(text, ": "); /* after the class name */
         return fsdpc_error(status, "%s%s", own ? own + 2 : text, table);
     }
     if (what[0] == '\0' || strcmp(what, method) == 0) {
@@ -49,7 +49,7 @@ finish(PyObject *result, const char *method, const char *what)
     return fsdpc_error(FSDPC_E_COMM, "%s for %s: %s%s", method, what, text, table);
 }
 
-/* The memory as a NumPy array; NULL with an exception set. */
+/* Returns the memory as a NumPy array, or NULL with an exception set. */
 static PyObject *
 wrap(void *buffer, size_t bytes)
 {
@@ -57,7 +57,7 @@ wrap(void *buffer, size_t bytes)
     return PyArray_SimpleNewFromData(1, &length, NPY_UINT8, buffer);
 }
 
-/* Calls object.method(array, *rest); `rest` is a new reference to a tuple, or NULL. */
+/* Calls object.method(array, *rest). `rest` is a new reference to a tuple, or NULL after an error. */
 static int
 call(const target *to, const char *method, void *buffer, size_t bytes, PyObject *rest,
      const char *what)
@@ -132,7 +132,7 @@ barrier(void *context, const char *what)
 
 /* --- transfers in the background ----------------------------------------------------------------- */
 
-/* The list [(array, peer, send)]; NULL with an exception set. */
+/* Returns the list [(array, peer, send)], or NULL with an exception set. */
 static PyObject *
 list_moves(const fsdpc_comm_move *moves, int count)
 {
@@ -197,7 +197,7 @@ drop(void *context, void *transfers)
     if (result == NULL) {
         PyErr_WriteUnraisable(to->object);
     } else {
-        Py_DECREF((PyObject *)transfers); /* after an error they stay for ever, which is as good */
+        Py_DECREF((PyObject *)transfers); /* if give_up failed, the transfers are leaked */
         Py_DECREF(result);
     }
     PyErr_Restore(type, value, trace);
@@ -209,7 +209,7 @@ release(void *context)
 {
     target *to = context;
     if (fsdpc_py_finalizing()) {
-        return; /* leaked on purpose: nothing may be called any more */
+        return; /* leaked on purpose: Python may not be called any more */
     }
     PyGILState_STATE gil = PyGILState_Ensure();
     Py_DECREF(to->object);
@@ -217,7 +217,7 @@ release(void *context)
     fsdpc_mem_free(to);
 }
 
-/* 1 if the object's attribute `flies` is true, 0 if not, or -1 with an exception set. */
+/* Returns 1 if the object's attribute `flies` is true, 0 if not, or -1 with an exception set. */
 static int
 can_fly(PyObject *object)
 {

@@ -1,7 +1,7 @@
-/* The Python type Comm: a communicator's methods, its attributes, its life.
+/* The Python type Comm: a communicator's methods, attributes and lifetime.
  *
- * close() ends the use by Python and marks this rank as gone for its peers; the communicator itself
- * lives as long as the object, because units and buffers borrow it. The constructors are in
+ * close() ends the use by Python and marks this rank as gone for its peers. The communicator itself
+ * exists as long as the object, because units and buffers borrow it. The constructors are in
  * py_comm_make.c and py_comm_nccl.c, the collectives in py_comm_collectives.c.
  */
 #include "py/comm/py_comm_impl.h"
@@ -15,7 +15,7 @@
 
 /* --- methods --------------------------------------------------------------------------------- */
 
-/* Parses (text). NULL with an exception. */
+/* Parses the one argument (text) of a method. Returns NULL with an exception set on failure. */
 static const char *
 read_text(const char *function, PyObject *const *values, Py_ssize_t count, PyObject *keywords)
 {
@@ -168,7 +168,7 @@ static PyMethodDef comm_methods[] = {
 
 #define CAPS(self) fsdpc_comm_get_caps((self)->comm)
 
-/* Attributes that are read by one expression: X(name, value, text). */
+/* The attributes that one expression reads, as X(name, value, text). */
 /* clang-format off */
 #define ATTRIBUTES(X) \
     X(rank, PyLong_FromLong(fsdpc_comm_rank(self->comm)), "Rank within the group.") \
@@ -189,7 +189,7 @@ static PyMethodDef comm_methods[] = {
       "True if agree() and barrier() name the ranks that did not come by the deadline.") \
     X(rounds_sums, PyBool_FromLong(CAPS(self)->rounds_sums), \
       "True if sums of bfloat16 and float16 are rounded after each rank, unless symmetric.") \
-    /* Asks the communicator of reductions: the attribute describes how gradients are summed. */ \
+    /* Gradients are summed by the communicator for reductions, so the attribute describes that one. */ \
     X(symmetric, PyBool_FromLong(fsdpc_comm_is_symmetric(fsdpc_comm_for_reductions(self->comm))), \
       "True if NCCL reduces in symmetric memory of all ranks' GPUs.") \
     X(closed, PyBool_FromLong(self->closed), "True after close().")
@@ -244,8 +244,8 @@ comm_dealloc(PyObject *object)
     if (self->weak_references != NULL) {
         PyObject_ClearWeakRefs(object);
     }
-    /* May wait for NCCL or for peers, seconds long. No thread can find the object here. The communicator
-     * owns the callbacks until it is freed. */
+    /* fsdpc_comm_free may wait seconds for NCCL or for peers, so it runs without the GIL. No other thread can
+     * find the object now. The call also drops the communicator's reference to `callbacks`. */
     Py_BEGIN_ALLOW_THREADS
     fsdpc_comm_free(self->comm);
     Py_END_ALLOW_THREADS

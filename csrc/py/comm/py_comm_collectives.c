@@ -1,6 +1,6 @@
 /* The collectives of a Comm, on arrays and tensors.
  *
- * Each collective turns its array into a view, releases the GIL, calls the core and maps the status.
+ * Each collective makes a view of its array, releases the GIL, calls the core and converts the status.
  */
 #include "py/comm/py_comm_impl.h"
 
@@ -29,7 +29,7 @@ view_bytes(const fsdpc_py_view *view)
     return (size_t)view->numel * view->itemsize;
 }
 
-/* Checks that the array is made of one piece a rank. */
+/* Checks that the array can be divided into one equal piece per rank. */
 static int
 check_pieces(const fsdpc_py_view *view, int world)
 {
@@ -55,7 +55,7 @@ check_float(const fsdpc_py_view *view)
 
 /* --- what they have in common ---------------------------------------------------------------- */
 
-/* What the collectives have in common: arguments, view, call, release. */
+/* One call of a collective: its arguments, and the view of its array. */
 typedef struct job {
     fsdpc_comm *comm;
     fsdpc_py_view view;
@@ -65,8 +65,8 @@ typedef struct job {
     bool on_device;
 } job;
 
-/* torch's tensors in the memory of the group's GPU take its GPU collectives, queued on torch's current
- * stream; host memory takes the group's host collectives. */
+/* Chooses the group's GPU collectives, queued on torch's current stream, for torch tensors in the memory of
+ * the group's GPU; chooses the group's host collectives for host memory. */
 static int
 choose_way(job *self, PyObject *array)
 {
@@ -108,7 +108,7 @@ run_broadcast(job *self)
         self->comm, self->view.data, view_bytes(&self->view), self->root, self->what);
 }
 
-/* `pieces`, `floats`: what is required of the array. */
+/* Runs a collective. The array must have one piece per rank if `pieces`, and a float type if `floats`. */
 static PyObject *
 run(job *self, PyObject *array, int (*collective)(job *), bool pieces, bool floats)
 {
@@ -132,7 +132,7 @@ typedef struct arguments {
     PyObject *keywords;
 } arguments;
 
-/* A method (array, what='') whose array holds one piece a rank. */
+/* Runs a method (array, what='') whose array has one piece per rank. */
 static PyObject *
 run_pieces(PyObject *self, const char *method, const arguments *given, int (*collective)(job *),
            bool floats)

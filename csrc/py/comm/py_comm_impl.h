@@ -1,4 +1,4 @@
-/* A Comm object, and the methods of Comm that are not in py_comm.c (their rows are there). */
+/* The C struct of a Comm object, and the methods of Comm that py_comm.c lists but does not define. */
 #ifndef FSDPC_PY_COMM_IMPL_H
 #define FSDPC_PY_COMM_IMPL_H
 
@@ -7,7 +7,8 @@
 typedef struct fsdpc_py_comm {
     PyObject_HEAD
     fsdpc_comm *comm;
-    PyObject *callbacks; /* borrowed from the communicator, for the garbage collector */
+    /* The Python object that `comm` uses and keeps alive, or NULL. The reference belongs to `comm`. */
+    PyObject *callbacks;
     PyObject *weak_references;
     bool closed;
 } fsdpc_py_comm;
@@ -15,7 +16,7 @@ typedef struct fsdpc_py_comm {
 typedef PyObject *fsdpc_py_method(PyObject *self, PyObject *const *values, Py_ssize_t count,
                                   PyObject *keywords);
 
-/* py_comm_make.c; class methods: the first argument is the type. */
+/* Defined in py_comm_make.c. self_, shm and c10d are class methods: their first argument is the type. */
 fsdpc_py_method fsdpc_py_comm_self_, fsdpc_py_comm_shm, fsdpc_py_comm_c10d;
 fsdpc_py_method fsdpc_py_comm_set_hosts;
 PyObject *fsdpc_py_comm_set_numbers(PyObject *self, PyObject *text);

@@ -1,17 +1,17 @@
-/* Comm.self_(), Comm.shm() and Comm.c10d(): communicators of one rank alone and of the CPU's ranks;
- * set_hosts() and set_numbers(). */
+/* The class methods Comm.self_(), for one rank, and Comm.shm() and Comm.c10d(), for ranks in host memory; the
+ * methods set_hosts() and set_numbers(). */
 #include "base/mem.h"
 #include "py/base/py_cuda.h"
 #include "py/comm/py_comm_impl.h"
 
-/* A Comm over `comm` if `status` is FSDPC_OK, else the exception for `status`. */
+/* Returns a Comm over `comm` if `status` is FSDPC_OK, else raises the exception for `status`. */
 static PyObject *
 made(PyObject *type, int status, fsdpc_comm *comm, PyObject *callbacks)
 {
     return status == FSDPC_OK ? fsdpc_py_comm_wrap(type, comm, callbacks) : fsdpc_py_raise(status);
 }
 
-/* The device with this number; None: the CPU. */
+/* Finds the device with this number; None stands for the CPU. Returns 0, or -1 with an exception. */
 static int
 find_device(PyObject *number, fsdpc_device **out)
 {
@@ -94,7 +94,7 @@ fsdpc_py_comm_c10d(PyObject *type, PyObject *const *values, Py_ssize_t count, Py
     return made(type, status, comm, object);
 }
 
-/* One number per rank; NULL with an exception. The caller frees the array. */
+/* Reads one number per rank. Returns an array that the caller frees, or NULL with an exception. */
 static int *
 read_hosts(PyObject *list, int world)
 {

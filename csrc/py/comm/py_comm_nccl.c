@@ -1,8 +1,8 @@
-/* Comm.nccl(): communicators over NCCL, with the hosts' channel as a Python callable.
+/* Comm.nccl(): communicators over NCCL. A Python callable is the channel between the hosts.
  *
- * The channel is called with the GIL held, like the callbacks of a "c10d" communicator. A
- * CommTimeout or PeerError that the callable raises keeps its class and text: the channel names the
- * missing rank, which the layers above cannot.
+ * The channel is called with the GIL held, like the callbacks of a "c10d" communicator. If the callable
+ * raises CommTimeout or PeerError, the exception's class and text are kept: the channel can name the missing
+ * rank, and the layers above cannot.
  */
 #include <stdio.h>
 #include <string.h>
@@ -18,7 +18,7 @@ typedef struct channel {
     int world;
 } channel;
 
-/* Status of the exception that is set; the exception is cleared where its text is enough. */
+/* Returns the status for the exception that is set. Clears a CommTimeout or PeerError: its text is kept. */
 static int
 status_of_exception(const char *what)
 {
@@ -60,7 +60,7 @@ release(void *context)
 {
     channel *to = context;
     if (fsdpc_py_finalizing()) {
-        return; /* leaked on purpose: nothing may be called any more */
+        return; /* a deliberate leak: Python may not be called while the interpreter ends */
     }
     PyGILState_STATE gil = PyGILState_Ensure();
     Py_DECREF(to->callable);
@@ -132,8 +132,8 @@ set_channel(PyObject *callable, int world, fsdpc_comm_nccl_options *options)
     return 0;
 }
 
-/* Called without the GIL. Takes over the options' context. The second communicator is for
- * reductions. */
+/* Makes the communicator and its twin, a second communicator for reductions. Called without the GIL. Takes
+ * over the options' context, even on failure. */
 static int
 make(const request *from, const fsdpc_comm_nccl_options *options, const char *const ids[2],
      fsdpc_comm **out)
@@ -202,7 +202,7 @@ nccl_version(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return status == FSDPC_OK ? PyUnicode_FromString(text) : fsdpc_py_raise(status);
 }
 
-/* NULL with an exception set unless `object` is a communicator over NCCL. */
+/* Returns the communicator of `object`, or NULL with an exception if it is not a communicator over NCCL. */
 static fsdpc_comm *
 nccl_of(PyObject *object)
 {

@@ -1,4 +1,4 @@
-/* A Comm object: wrapped around a communicator, and unwrapped. Its type is in py_comm.c. */
+/* Wraps a communicator in a Comm object, and gets the communicator of a Comm. The type is in py_comm.c. */
 #include "py/comm/py_comm_impl.h"
 
 int

@@ -1,4 +1,4 @@
-/* Comm.staged(): a communicator of the same ranks for a GPU's memory, which keeps the first Comm alive. */
+/* Comm.staged(): a communicator of the same ranks for GPU memory. The new Comm keeps the first one alive. */
 #include "py/base/py_cuda.h"
 #include "py/comm/py_comm_impl.h"
 
@@ -6,7 +6,7 @@ static void
 release(void *context)
 {
     if (fsdpc_py_finalizing()) {
-        return; /* leaked on purpose: nothing may be called any more */
+        return; /* a deliberate leak: Python may not be called while the interpreter ends */
     }
     PyGILState_STATE gil = PyGILState_Ensure();
     Py_DECREF((PyObject *)context);

@@ -1,5 +1,5 @@
-/* Reports of stalls: the board of this process, and the object that the waits of shared memory call.
- */
+/* Functions for reports of stalls. They open the board (base/board.h), which shows other processes what this
+ * process waits for, and set the Python object whose methods a wait in shared memory calls. */
 #include <string.h>
 
 #include "base/board.h"
@@ -12,9 +12,9 @@
 
 static fsdpc_shm_reports reports;
 
-/* A report is made beside an error or a wait, and must replace neither: the report's exceptions are printed
- * as those that nobody can catch. Ctrl-C during a report is for the program, which gets the interrupt
- * from the wait. */
+/* Handles an exception of a report. The exception must not replace the error or end the wait that the report
+ * is about, so it is written as an unraisable exception. Ctrl-C during a report is meant for the program: the
+ * signal is set again, and the wait raises KeyboardInterrupt. Returns `result`. */
 static PyObject *
 consumed(PyObject *result, const char *method)
 {
@@ -49,7 +49,7 @@ number_at(const void *values, Py_ssize_t number)
     return PyLong_FromLong(((const int *)values)[number]);
 }
 
-/* Reads (causes, text); false for None, or for anything else. */
+/* Reads a verdict: a tuple (ranks that caused the stall, text). Returns false if `found` is no such tuple. */
 static bool
 read_verdict(PyObject *found, int *causes, int *count, char *text, size_t bytes)
 {

@@ -1,4 +1,4 @@
-/* A capsule around a file of states and the Python buffers that its transfers use. */
+/* A Python capsule that owns a file of optimizer states and the Python buffers of the file's transfers. */
 #include "py/disk/py_disk.h"
 
 #include <string.h>
@@ -23,7 +23,7 @@ release(struct holder *holder)
     fsdpc_mem_free(holder);
 }
 
-/* Buffers that a transfer may still use are never released. */
+/* Closes the file. If a transfer may still use the buffers, they are not released but leak. */
 static void
 capsule_end(PyObject *capsule)
 {
@@ -40,7 +40,7 @@ holder_of(PyObject *object)
     return PyCapsule_GetPointer(object, capsule_name);
 }
 
-/* Parses arguments by a table whose first row is the disk. NULL with an exception. */
+/* Parses arguments by a table whose first row is the disk. Returns the holder, or NULL with an exception. */
 static struct holder *
 parse(const char *function, const fsdpc_py_arg *table, int rows, PyObject *const *args,
       Py_ssize_t count, PyObject *keywords)

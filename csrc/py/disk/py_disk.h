@@ -1,4 +1,4 @@
-/* Files of states on a disk as functions of the extension. */
+/* Functions of the extension for files of optimizer states on a disk. */
 #ifndef FSDPC_PY_DISK_H
 #define FSDPC_PY_DISK_H
 

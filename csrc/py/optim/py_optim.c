@@ -1,8 +1,8 @@
-/* optim_step: one step of many tensors, without the GIL, in host memory or on a GPU's current stream.
+/* optim_step(): one step of many tensors in one call, without the GIL, in host memory or on a GPU's current
+ * stream.
  *
- * Everything is checked before the first byte is written: a step that raises has changed nothing.
- * The version counters of the tensors are raised by the caller, which knows torch.
- */
+ * Everything is checked before the first byte is written: a step that raises has changed nothing. The caller
+ * increments the tensors' version counters by functions of torch. */
 #include "py/optim/py_optim.h"
 
 #include <string.h>
@@ -24,13 +24,13 @@ struct request {
     void *scratch;
     PyObject *params, *grads, *steps;    /* owned tuples */
     PyObject *places, *edges, *measures; /* borrowed */
-    PyObject *averages;                  /* owned tuple, or NULL */
+    PyObject *averages;                  /* owned tuple; NULL: the step updates no averages */
     PyObject *states[MAX_STATES];        /* owned tuples */
     int state_count;
     int32_t threads;
     int count;
     fsdpc_optim_tensor *tensors; /* owned */
-    float **step_values;         /* owned: address of each tensor's step, which lies in `place` */
+    float **step_values;         /* owned: the addresses of the tensors' step numbers, in `place` */
 };
 
 static void
@@ -168,7 +168,7 @@ blocks_of(const fsdpc_optim_tensor *tensor, int64_t block)
     return (tensor->first + tensor->numel - 1) / block - tensor->first / block + 1;
 }
 
-/* States of 8 bits: codes of m, codes of v, scales of m, scales of v. */
+/* Reads state `s` of an 8-bit step: 0 and 1 are the codes of m and v, 2 and 3 the scales of m and v. */
 static int
 read_state8(struct request *request, int i, int s, fsdpc_optim_tensor *tensor)
 {
@@ -240,7 +240,7 @@ read_tensor(struct request *request, int i)
     return 0;
 }
 
-/* *out: the values of `edges`: a NumPy array, or a tensor on the GPU if all tensors are there. */
+/* Points *out at the values of request->edges: a tensor if the step runs on a GPU, else a NumPy array. */
 static int
 find_edges(struct request *request, float **out)
 {
@@ -332,7 +332,7 @@ read_average(struct request *request, int i)
     return 0;
 }
 
-/* `given` is (weight, averages), or None. */
+/* Reads `given`, which is (weight, averages) or None. Returns 0, or -1 with an exception. */
 static int
 read_averages(struct request *request, PyObject *given)
 {
@@ -366,8 +366,8 @@ read_averages(struct request *request, PyObject *given)
 
 /* --- tensors on a GPU --------------------------------------------------------------------------- */
 
-/* *out: the address of a tensor of one element on the device; unchanged for None. 0, or -1 with an
- * exception. */
+/* Sets *out to the address of a tensor of one element on the device; for None, *out is unchanged. Returns 0,
+ * or -1 with an exception. */
 static int
 read_value(const struct request *request, PyObject *tensor, fsdpc_dtype type, const void **out)
 {

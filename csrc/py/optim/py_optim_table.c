@@ -1,13 +1,13 @@
-/* The members of an optimizer's steps as a table, for steps of thousands of small tensors: a step reads
+/* The table of an optimizer's steps, for steps of thousands of small tensors. With the table, a step reads
  * all tensors in one call and steps each group in another, without a line of Python for each parameter.
  *
- * The table knows which parameter, state dict and place belong together; it is made by a step that went
- * the long way. Everything else is read again in every step: gradients, states, where all of them lie.
- * Whatever is not as the table knows it (a parameter elsewhere, a missing state, a type that needs Python)
- * makes optim_table_read() say so, before anything is changed, and the step goes the long way.
+ * The table records which parameter, state dict and place belong together. A step without a table, in Python,
+ * makes the table. Each later step reads everything else again: gradients, states, and where all tensors lie.
+ * If anything differs from the table (a parameter has other memory, a state is missing, a type needs Python),
+ * optim_table_read() says so before anything is changed, and the step runs in Python.
  *
- * The table holds addresses of parameters and state dicts and owns neither: an address counts only where
- * the groups and the optimizer's state of this step still have it.
+ * The table holds the addresses of parameters and state dicts without owning them. An address is valid only
+ * if the groups and the optimizer's state of the current step still have it.
  */
 #include <string.h>
 
@@ -106,7 +106,7 @@ step_group(struct table *self, const struct group *group, const fsdpc_optim_rule
     fsdpc_optim_tensor *tensors = self->tensors + group->first;
     float *const *steps = self->steps + group->first;
     for (int i = 0; group->counter != NULL && i < group->count; i++) {
-        tensors[i].step = (double)*steps[i] + 1; /* a group before this one may share the counter */
+        tensors[i].step = (double)*steps[i] + 1; /* an earlier group may have incremented it */
     }
     int status = FSDPC_PY_UNLOCKED(fsdpc_optim_step(rule, tensors, group->count, threads));
     for (int i = 0; status == FSDPC_OK && group->counter != NULL && i < group->count; i++) {

@@ -1,24 +1,28 @@
-/* Shared by the files of the table of an optimizer's steps; py_optim_table.c describes its design. */
+/* Declarations for the files of the table of an optimizer's steps; py_optim_table.c describes the design. */
 #ifndef FSDPC_PY_OPTIM_TABLE_IMPL_H
 #define FSDPC_PY_OPTIM_TABLE_IMPL_H
 
 #include "optim/optim.h"
 #include "py/base/py.h"
 
-/* A tensor as it was read last, see lies(). `shape`: where torch keeps the shape, for prefetching. */
+/* Addresses that the last step found for one tensor: the Python object, its values and torch's array of its
+ * sizes. The next step prefetches the object and the sizes (ask_for). */
 struct seen {
     const void *object, *data, *shape;
-    PyObject
-        *weak; /* owned: a weak reference to a tensor that is a state; NULL for other tensors */
+    /* Owned: a weak reference to the tensor if it is an optimizer state; NULL for other tensors. */
+    PyObject *weak;
 };
 
 enum { GRAD, PARAM, COUNTER, AVERAGE, FIRST_STATE, SEEN = FIRST_STATE + FSDPC_OPTIM_STATES };
-enum { HELD = 2 * SEEN }; /* for each member: what is seen, and local tensors of DTensors */
+/* The most references that a step holds per member: SEEN tensors and their local tensors. */
+enum { HELD = 2 * SEEN };
 
 struct member {
     const PyObject *param; /* an address */
-    PyObject *state;       /* an address, held in a step; NULL: the parameter has no state */
-    PyObject *copy;        /* an address, kept alive by the caller; NULL: none */
+    /* The parameter's state dict, or NULL. A reference is owned only while a step reads the table. */
+    PyObject *state;
+    /* The tensor that gets the new values rounded to 16 bits, kept alive by the caller; NULL: none. */
+    PyObject *copy;
     const void *data;
     int64_t numel, first;
     uint64_t key;
@@ -29,22 +33,22 @@ struct member {
 
 struct group {
     int begin, end;    /* members */
-    int first, count;  /* a range of this step's tensors */
-    PyObject *counter; /* owned: the name of the number of steps; NULL: there is none */
-    PyObject *average; /* owned: the name of the average, which a member may have; NULL: none has */
+    int first, count;  /* the group's range in table.tensors in this step */
+    PyObject *counter; /* owned: the name of the state that counts steps; NULL: there is none */
+    PyObject *average; /* owned: the name of the state that holds the average; NULL: none */
     PyObject *names[FSDPC_OPTIM_STATES]; /* owned */
     int name_count;
 };
 
-/* An entry of the optimizer's state, by addresses. */
+/* An entry of the optimizer's state: the addresses of a parameter and of its state dict. */
 struct entry {
     const PyObject *param;
     PyObject *state;
 };
 
 struct table {
-    PyTypeObject *cut;   /* owned: DTensor, around a local tensor of the plain type */
-    PyTypeObject *plain; /* owned: the type of tensors that are not looked at in another way */
+    PyTypeObject *cut;   /* owned: the type DTensor, which wraps a tensor of the plain type */
+    PyTypeObject *plain; /* owned: torch.Tensor, the type that gradients and states must have */
     const dlpack_exchange *exchange; /* of that type */
     struct member *members;
     int member_count;
@@ -52,32 +56,34 @@ struct table {
     int group_count;
     struct entry *entries;
     int entry_count;
-    /* of the step that is being done */
-    bool
-        busy; /* from the beginning of a read to the end of its step: Python code may run in between */
+    /* The next members describe the step in progress. */
+    /* True from fsdpc_py_table_read to fsdpc_py_table_give_up. Python code that runs in between may begin
+     * another step, which must not use the table. */
+    bool busy;
     fsdpc_optim_tensor *tensors;
     float **steps;
-    int *numbers;      /* the member of each tensor */
-    PyObject **locals; /* of parameters that are DTensors, else NULL; `held` owns the references */
-    PyObject **grads;  /* one per tensor; `held` owns the references */
+    int *numbers;      /* per tensor: the index of its member in `members` */
+    PyObject **locals; /* per tensor: its DTensor's local tensor, else NULL; `held` owns it */
+    PyObject **grads;  /* per tensor: the gradient; `held` owns it */
     int count;
-    PyObject **held; /* owned: gradients, states, local tensors */
+    PyObject **held; /* owned references to the step's gradients, states and local tensors */
     Py_ssize_t held_count;
 };
 
-/* The arguments of _C.optim_table; NULL with an exception. */
+/* Returns a table made from the arguments of _C.optim_table, or NULL with an exception. */
 struct table *fsdpc_py_table_new(PyObject *const *args);
 void fsdpc_py_table_free(struct table *self);
-void fsdpc_py_table_give_up(struct table *self); /* drops what a step holds; the step is over */
+/* Ends a step: drops the references in `held` and clears `busy`. */
+void fsdpc_py_table_give_up(struct table *self);
 
 /* Raises TypeError, unless an exception is set already. Returns -1. */
 int fsdpc_py_table_misused(const char *problem);
 
-/* The local tensor of a DTensor, else the tensor itself: a new reference, or NULL without an exception. */
+/* Returns a DTensor's local tensor, else `tensor` itself: a new reference, or NULL without an exception. */
 PyObject *fsdpc_py_table_local(const struct table *self, PyObject *tensor);
 
-/* Reads the tensors of a step, from the lists of the groups' parameters and the optimizer's state. False
- * without an exception: something is not as the table knows it. Else call fsdpc_py_table_give_up later. */
+/* Reads the tensors of a step from the groups' lists of parameters and the optimizer's state. Returns false,
+ * without an exception, if anything differs from the table. After true, call fsdpc_py_table_give_up. */
 bool fsdpc_py_table_read(struct table *self, PyObject *groups, PyObject *state);
 
 #endif

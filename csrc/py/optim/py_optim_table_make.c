@@ -1,4 +1,4 @@
-/* The life of the table of an optimizer's steps: how it is made, gives up what a step holds, and ends. */
+/* Creation and destruction of the table of an optimizer's steps, and the release of a step's references. */
 #include "base/mem.h"
 #include "py/optim/py_optim_table_impl.h"
 #include "py/unit/py_flat.h"
@@ -13,7 +13,7 @@ drop_held(struct table *self)
     }
 }
 
-/* Dropping references may run Python code, which must not read the table meanwhile: `busy` ends last. */
+/* Dropping references may run Python code, which must not read the table, so `busy` is cleared last. */
 void
 fsdpc_py_table_give_up(struct table *self)
 {
@@ -60,7 +60,7 @@ fsdpc_py_table_misused(const char *problem)
     return -1;
 }
 
-/* A group is (params, counter or None, names of states, average or None). */
+/* Takes a group from a tuple (params, counter or None, names of states, average or None). */
 static int
 take_group(struct table *self, PyObject *tuple, struct group *out)
 {
@@ -169,15 +169,15 @@ take_members(struct table *self, PyObject *groups, PyObject *places, PyObject *c
     return 0;
 }
 
-/* Takes all entries of the state, and each member's state: by the parameters' addresses, since a tensor's
- * hash is Python code, which could change the state in between. */
+/* Takes all entries of the optimizer's state, and finds each member's state by the parameter's address. A
+ * look-up by the parameter would call the tensor's hash, which is Python code and might change the state. */
 static int
 take_entries(struct table *self, PyObject *state, Py_ssize_t count)
 {
     PyObject *key, *value, *of = PyDict_New();
     Py_ssize_t at = 0;
     int status = of == NULL ? -1 : 0;
-    if (status == 0 && PyDict_Size(state) != count) { /* reading tensors has run Python code */
+    if (status == 0 && PyDict_Size(state) != count) { /* Python code ran meanwhile */
         status = fsdpc_py_table_misused("the optimizer's state has changed");
     }
     while (status == 0 && PyDict_Next(state, &at, &key, &value)) {

@@ -1,10 +1,10 @@
-/* Reading the tensors of a step: whether everything is as the table knows it, and where the tensors lie. */
+/* Reads the tensors of a step: checks that everything is as in the table, and finds where the tensors lie. */
 #include "py/optim/py_optim_table_impl.h"
 #include "py/unit/py_flat.h"
 
-enum { AHEAD = 4 }; /* by how many members prefetching is ahead of reading */
+enum { AHEAD = 4 }; /* prefetching is this many members ahead of reading */
 
-/* *out: where a tensor lies. False unless that is contiguous host memory. Never raises. */
+/* Finds where a tensor lies. Returns false unless the tensor is contiguous in host memory. Never raises. */
 static bool
 find(const struct table *self, PyObject *tensor, dlpack_tensor *out, int64_t *numel)
 {
@@ -41,7 +41,7 @@ float_type(const dlpack_tensor *tensor, fsdpc_dtype *out)
     return false;
 }
 
-/* False for a lazily negated tensor. */
+/* Returns false for a tensor whose values are lazily negated. Never raises. */
 static bool
 is_plain(PyObject *tensor)
 {
@@ -73,8 +73,8 @@ same_state(const struct table *self, PyObject *state)
     return true;
 }
 
-/* Reading gradients may run Python code, which may replace states: the states that same_state saw are held
- * while the table reads. */
+/* Takes a reference to each state that same_state has compared. Reading gradients may run Python code that
+ * replaces states, so the references are kept until the table has been read. */
 static void
 hold_states(struct table *self)
 {
@@ -94,8 +94,8 @@ drop_states(struct table *self)
     }
 }
 
-/* Whether the parameter lies where it lay; its type may be any that DLPack's functions take. Whether its
- * values are lazily negated was asked when the table was made, see lies(). */
+/* Returns whether the parameter still lies at the table's address. The parameter may have any type that
+ * DLPack's functions take. The table was made only after a check that no parameter is lazily negated. */
 static bool
 is_in_place(const struct table *self, PyObject *param, struct member *member)
 {
@@ -110,7 +110,7 @@ is_in_place(const struct table *self, PyObject *param, struct member *member)
     return true;
 }
 
-/* True if the object of `weak` lives and is `object`: another object may have got a dead one's address. */
+/* Returns whether `weak` refers to `object`. An equal address is no proof: a new object may reuse it. */
 static bool
 refers_to(PyObject *weak, const PyObject *object)
 {
@@ -124,9 +124,9 @@ refers_to(PyObject *weak, const PyObject *object)
     return found == object;
 }
 
-/* True for a tensor of the plain type that a step may use. The same state at the same place is not asked
- * twice whether its values are lazily negated, which takes a tenth of the time of a step of small tensors.
- * So setting the `data` of a state to a negated view of itself is not detected. */
+/* Returns true if a step may use the tensor: its type is self->plain, and its values are floats, contiguous
+ * and not lazily negated. The check for negation takes a tenth of a step of small tensors, so a state that
+ * lies where the last step found it is not checked: its `data` may have become a negated view of itself. */
 static bool
 lies(const struct table *self, PyObject *tensor, int64_t numel, struct seen *seen,
      fsdpc_dtype *type, void **out)
@@ -149,8 +149,8 @@ lies(const struct table *self, PyObject *tensor, int64_t numel, struct seen *see
     return true;
 }
 
-/* Takes over the caller's reference to the tensor. The table holds the tensor until the end of the step, and
- * for a DTensor its local tensor, too. */
+/* Reads a tensor and takes over the caller's reference to the tensor. The table holds the tensor, and the
+ * local tensor of a DTensor, until the end of the step. */
 static bool
 read_tensor(struct table *self, PyObject *tensor, struct seen *seen, int64_t numel,
             fsdpc_dtype *type, void **out)
@@ -189,7 +189,7 @@ read_states(struct table *self, const struct group *group, struct member *member
     fsdpc_dtype type;
     void *counter;
     tensor->state_type = member->type;
-    tensor->step = 2; /* for rules that only tell a first step from later ones */
+    tensor->step = 2; /* any step after the first: a rule without a counter needs no more */
     if (group->counter == NULL && group->name_count == 0) {
         return true;
     }
@@ -211,11 +211,11 @@ read_states(struct table *self, const struct group *group, struct member *member
         type != FSDPC_F32) {
         return false;
     }
-    *step = counter; /* step_group reads the number there */
+    *step = counter; /* step_group reads the number at this address */
     return true;
 }
 
-/* The average that a step moves, too. A member has none before its first value is taken. */
+/* Reads the average that the step updates. Until averaging begins, the state dict holds no average. */
 static bool
 read_average(struct table *self, const struct group *group, struct member *member,
              fsdpc_optim_tensor *tensor)
@@ -246,8 +246,8 @@ read_copy(const struct table *self, const struct member *member, fsdpc_optim_ten
     return true;
 }
 
-/* Prefetches a member's objects, at the addresses of the last step. Thousands of members fit in no cache, and
- * each object must be read before the address of the next is known. */
+/* Prefetches a member's objects at the addresses that the last step found. The objects of thousands of
+ * members fit in no cache, and without prefetching each object must be read to find the next address. */
 static void
 ask_for(const struct table *self, int number)
 {
@@ -257,7 +257,7 @@ ask_for(const struct table *self, int number)
     const struct member *member = &self->members[number];
     for (int i = 0; i < SEEN; i++) {
         const struct seen *seen = &member->seen[i];
-        if (seen->object == NULL) { /* prefetching what is not mapped takes long */
+        if (seen->object == NULL) { /* prefetching an unmapped address is slow */
             continue;
         }
         __builtin_prefetch(seen->object);
@@ -282,7 +282,7 @@ read_param(struct table *self, PyObject *param, struct member *member)
     return is_in_place(self, local, member);
 }
 
-/* Reads the tensors of one parameter's step; nothing where the parameter has no gradient. */
+/* Reads the tensors of one parameter's step. Reads nothing if the parameter has no gradient. */
 static bool
 read_member(struct table *self, const struct group *group, int number, PyObject *param)
 {
@@ -344,7 +344,7 @@ read_group(struct table *self, struct group *group, PyObject *params)
 bool
 fsdpc_py_table_read(struct table *self, PyObject *groups, PyObject *state)
 {
-    if (self->busy) { /* another thread's step, or one that this step's Python code has begun */
+    if (self->busy) { /* another thread steps, or Python code in this step has begun a step */
         return false;
     }
     self->busy = true;

@@ -1,4 +1,4 @@
-/* Sums of squares, and states of 8 bits as values: what fsdpc/optim needs beside its steps. */
+/* Functions that fsdpc/optim needs besides steps: sums of squares, and conversions of 8-bit states. */
 #include "base/mem.h"
 #include "optim/optim.h"
 #include "py/base/py_numpy.h"
@@ -136,10 +136,10 @@ struct eight {
     int32_t which;
     int64_t first;
     fsdpc_py_view values, codes, scales;
-    float *edges; /* of the first and the last block, or NULL */
+    float *edges; /* as fsdpc_optim_quantise takes them, or NULL */
 };
 
-/* `edges` is a float32 array of (2, 3), or None where that is allowed. */
+/* Reads the edges: a float32 array of shape (2, 3). None is allowed unless `needed`. */
 static int
 read_edges(PyObject *object, bool needed, struct eight *out)
 {

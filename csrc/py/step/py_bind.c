@@ -1,6 +1,6 @@
-/* The torch objects of a unit: gathered tensors, their entries in modules, the parameters and
- * gradients that the optimizer sees. bind() sets them once; a step only stores dictionary entries
- * and reads attributes, from prepared arrays. The gradients are in py_grads_full.c and
+/* The torch objects of a unit: gathered tensors, their entries in modules, and the parameters and gradients
+ * that the optimizer sees. bind() sets these objects once. A step then only stores dictionary entries and
+ * reads attributes, and finds both in prepared arrays. The functions for gradients are in py_grads_full.c and
  * py_grads_sharded.c.
  */
 #include "py/step/py_step.h"
@@ -50,7 +50,7 @@ fsdpc_py_flat_note_full(fsdpc_py_flat *self, PyObject *Py_UNUSED(ignored))
     return note_full(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* replace_full(number, tensor): the gathered tensor of a parameter from now on. */
+/* replace_full(number, tensor): makes `tensor` a foreign unit's gathered tensor of parameter `number`. */
 PyObject *
 fsdpc_py_flat_replace_full(fsdpc_py_flat *self, PyObject *args)
 {
@@ -155,8 +155,8 @@ bind_covers(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *indices)
     return 0;
 }
 
-/* *out: the address of a parameter's memory, unchanged on the meta device. is_meta is asked first, because
- * DLPack refuses such a tensor with a C++ exception, for which torch spends milliseconds on a backtrace. */
+/* Sets *out to the address of a parameter's memory, or leaves *out unchanged on the meta device. is_meta is
+ * read first: for a meta tensor DLPack raises a C++ exception, whose backtrace takes torch milliseconds. */
 static int
 bound_data(const fsdpc_py_flat *flat, PyObject *param, const void **out)
 {
@@ -208,7 +208,7 @@ bind_sharded(fsdpc_py_flat *flat, PyObject *list)
     return 0;
 }
 
-/* Takes the numbers of the parameters whose gathered tensors get a gradient hook to begin with. */
+/* Takes the numbers of the parameters whose gathered tensors have a gradient hook from the start. */
 static int
 bind_watched(fsdpc_py_flat *flat, PyObject *list)
 {
@@ -245,7 +245,7 @@ bind_all(fsdpc_py_flat *flat, PyObject *const rows[4], bool dtensors)
     return -1;
 }
 
-/* See [Note: versions] in py_versions.c. */
+/* Takes the tensor whose counter all gathered tensors share: see [Note: versions] in py_versions.c. */
 static int
 bind_versions(fsdpc_py_flat *flat, PyObject *counter, bool by_gather)
 {
@@ -310,7 +310,7 @@ fsdpc_py_flat_bind(fsdpc_py_flat *flat, PyObject *const *args, Py_ssize_t count,
                      fsdpc_unit_name(flat->unit));
         return NULL;
     }
-    /* Reading the lists runs Python code, which may change the lists or call bind() again. */
+    /* Reading the lists may run Python code that changes them or calls bind() again, so they are copied. */
     PyObject *rows[4] = {PyList_AsTuple(full), PyList_AsTuple(sites), PyList_AsTuple(sharded),
                          PyList_AsTuple(watched)};
     bool whole = rows[0] && rows[1] && rows[2] && rows[3];
@@ -385,7 +385,7 @@ fsdpc_py_install(fsdpc_py_flat *flat)
     return 0;
 }
 
-/* Ends the showing of gathered tensors. `own`: only in entries where the gathered tensor still stands. */
+/* Takes the gathered tensors out of the modules' entries; `own`: only if the entry still shows the tensor. */
 static int
 put_back(fsdpc_py_flat *flat, bool own)
 {

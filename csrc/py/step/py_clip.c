@@ -1,8 +1,8 @@
-/* Tree.clip: the norm of all gradients, and clipping by it, as work that is queued on a GPU. */
+/* Tree.clip(): computes the norm of all gradients and clips the gradients, as work queued on a GPU. */
 #include "base/mem.h"
 #include "py/step/py_step.h"
 
-/* *out: a view of a contiguous float64 tensor on the units' device. 0, or -1 with an exception. */
+/* Views a contiguous float64 tensor on the units' device in *out. Returns 0, or -1 with an exception. */
 static int
 doubles(const fsdpc_py_tree *self, PyObject *tensor, const char *what, fsdpc_py_view *out)
 {

@@ -1,17 +1,17 @@
-/* requires_grad of the parameters that the optimizer sees, copied to the gathered tensors, and the
- * gradient hooks on these.
+/* Copies requires_grad from the sharded parameters, which the optimizer sees, to the gathered tensors. Also
+ * registers the gradient hooks of the gathered tensors.
  *
- * Flags are read when a pass begins, and once more when a backward does. So a parameter gets a gradient
- * if its flag is set when the backward begins, as an unsharded leaf does: whether the parameter was frozen
- * in between for another pass (adapters, for the outputs of the model without them) does not matter.
- * A parameter that was frozen when its unit was made has no gradient memory; when the parameter is to be
- * trained, the tree's `on_thaw` allocates the memory (fsdpc/_engine/thaw.py), which is a collective call.
+ * Flags are read when a pass begins, and again when a backward begins. So a parameter gets a gradient if its
+ * flag is set when the backward begins, like a leaf of an unsharded model. The parameter may be frozen in
+ * between for another pass (for example, to get the outputs of a model without its adapters). A parameter
+ * that was frozen when its unit was made has no gradient memory. When such a parameter is to be trained, the
+ * tree's `on_thaw` allocates the memory (fsdpc/_engine/thaw.py), which is a collective call.
  */
 #include "py/step/py_step.h"
 
 /* --- gradient hooks -------------------------------------------------------------------------- */
 
-/* torch refuses a hook on a frozen tensor, and keeps a hook through later freezing. */
+/* torch refuses a hook on a frozen tensor; a tensor that is frozen later keeps its hook. */
 static int
 watch_one(fsdpc_py_flat *flat, int i)
 {
@@ -74,11 +74,11 @@ carry_flag(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *flag)
     }
     flat->expected += wanted ? sharded->cover_count : -sharded->cover_count;
     sharded->requires_grad = wanted;
-    flat->incomplete = false; /* was noted when other parameters were trained */
+    flat->incomplete = false; /* it described the parameters that were trained before */
     return 0;
 }
 
-/* If the program has changed the gathered tensor's flag, the parameter gets that flag. */
+/* If the program has changed the gathered tensor's requires_grad, copies it to the sharded parameter. */
 static int
 take_shown_flag(const fsdpc_py_sharded *sharded, PyObject *full)
 {
@@ -168,7 +168,7 @@ fsdpc_py_flat_renew_grads(fsdpc_py_flat *self, PyObject *list)
             return NULL;
         }
     }
-    /* The parameters that get their gradients last are no longer known. */
+    /* It is no longer known which parameters get their gradients last, so all parameters are watched. */
     if (fsdpc_py_watch_all(self) < 0 || fsdpc_py_note_waiting(self) < 0) {
         return NULL;
     }

@@ -1,9 +1,9 @@
-/* enter_forward(), leave_forward(): a reference to the gathered values without a module's forward,
- * for callers that gather several units before they are used.
+/* enter_forward() and leave_forward(): take and drop a reference to the gathered values without a module's
+ * forward, for callers that gather several units before they use them.
  */
 #include "py/step/py_step.h"
 
-/* None, or the exception of what went wrong. */
+/* Returns None; if `status` is an error or marking fails, NULL with an exception. */
 static PyObject *
 finish(fsdpc_py_flat *self, int status)
 {

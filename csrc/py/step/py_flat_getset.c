@@ -1,4 +1,4 @@
-/* The attributes of a FlatParameter. */
+/* The attributes of FlatParameter objects: getters and setters. */
 #include "py/step/py_step.h"
 
 #include <limits.h>
@@ -28,14 +28,14 @@ set_name(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
     return fsdpc_py_checked(status);
 }
 
-/* The truth of what an attribute is set to; `deleted`: what deleting it stands for. 1, 0, or -1. */
+/* Returns the truth of an attribute's new value, or `deleted` if the attribute is deleted: 1, 0, or -1. */
 static int
 truth_of(PyObject *value, int deleted)
 {
     return value ? PyObject_IsTrue(value) : deleted;
 }
 
-/* Reads a flag on which a tree's slots depend. -1 with an exception: StateError if the unit has a tree. */
+/* Reads a flag that decides which slots a tree gets: 1 or 0. Returns -1 with StateError if a tree exists. */
 static int
 read_slot_flag(const fsdpc_py_flat *self, PyObject *value, int otherwise, const char *name)
 {
@@ -49,7 +49,7 @@ read_slot_flag(const fsdpc_py_flat *self, PyObject *value, int otherwise, const 
     return truth;
 }
 
-/* The setters of attributes that are true or false: set_name does `action` with `truth`, 1 or 0. */
+/* Defines the setter set_<name> of a boolean attribute. The setter runs `action` with `truth`, 1 or 0. */
 #define SET(name, reading, action)                                                        \
     static int set_##name(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure)) \
     {                                                                                     \
@@ -99,7 +99,7 @@ set_members_left(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
     return 0;
 }
 
-/* Attributes that are read by one expression: X(name, value, setter, text). */
+/* Attributes that one expression reads: X(name, expression, setter or NULL, docstring). */
 /* clang-format off */
 #define ATTRIBUTES(X) \
     X(name, PyUnicode_FromString(fsdpc_unit_name(self->unit)), set_name, "Name of the unit.") \

@@ -1,6 +1,6 @@
-/* A unit whose gradients a communication hook sums: packing the gradients for the hook's caller in
- * Python, and adding the sums. The tree decides when the hook runs (tree.h); the order of calls in
- * a backward is in py_hooks_backward.c.
+/* A unit whose gradients a communication hook sums: functions that pack the gradients for the hook's caller
+ * in Python, and that add the sums. The tree decides when the hook runs (tree.h); py_hooks_backward.c decides
+ * the order of calls in a backward.
  */
 #include "py/step/py_step.h"
 
@@ -40,7 +40,7 @@ fsdpc_py_call_comm_hook(fsdpc_py_flat *flat)
     return sent;
 }
 
-/* The gradients that autograd made, while they are collected. */
+/* Returns the collected gradients, or NULL if the gradients have not been collected (self->grads). */
 static const fsdpc_tensor *
 collected(const fsdpc_py_flat *self)
 {

@@ -1,11 +1,11 @@
 /* fsdpc._C.FlatParameter: one unit as a Python object.
  *
- * Memory is exported as DLPack capsules and NumPy arrays over the unit's buffers, without copies
- * and without torch. A flat parameter that has a tree is driven by the tree's hooks; fsdpc._probe can
- * gather, release and reduce one without a tree.
+ * Memory is exported without copies and without torch, as DLPack capsules and NumPy arrays over the unit's
+ * buffers. If a flat parameter has a tree, the tree's hooks drive it; fsdpc._probe can gather, release and
+ * reduce a flat parameter without a tree.
  *
- * This file has the type and its life; the methods are in unit/py_flat_*.c and in files of this folder.
- */
+ * This file defines the type, and makes and frees its objects; the methods are in unit/py_flat_*.c and in
+ * this folder. */
 #define PY_SSIZE_T_CLEAN
 #include "py/step/py_step.h"
 
@@ -50,7 +50,7 @@ done:
     return result;
 }
 
-/* The gate's `late`: runs when the unit is no longer in use, see flat_unbind. */
+/* The gate calls this function as its `late` when the unit is no longer in use, see flat_unbind. */
 static void
 unbind_late(PyObject *self)
 {
@@ -74,7 +74,7 @@ flat_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     if (!self) {
         return NULL;
     }
-    PyObject_GC_UnTrack(self); /* not visible to gc before it is complete */
+    PyObject_GC_UnTrack(self); /* hidden from gc until the object is complete */
     self->id = -1;
     self->gate.late = unbind_late;
     self->shard_comm = Py_NewRef(comm);
@@ -162,7 +162,7 @@ flat_dealloc(fsdpc_py_flat *self)
     if (self->unit) {
         fsdpc_py_enter_quietly(fsdpc_unit_device(self->unit));
     }
-    /* Freeing waits for the GPU: see free_core in py_tree.c. No thread can find the unit here. */
+    /* Freeing waits for the GPU without the GIL: see free_core in py_tree.c. No thread can find the unit. */
     Py_BEGIN_ALLOW_THREADS
     fsdpc_unit_free(self->unit);
     Py_END_ALLOW_THREADS
@@ -237,9 +237,9 @@ hook_of(fsdpc_py_flat *self, PyObject *args)
     return NULL;
 }
 
-/* Methods that call the core pass the unit's gate. From each line GATED makes the wrapper gated_name, which
- * calls fsdpc_py_flat_name inside the gate, and ROW the method's row of the table. X(parameters, name, flags,
- * arguments in help(), text). */
+/* Methods that call the core must enter the unit's gate. For each line, GATED defines the wrapper
+ * gated_<name>, which calls fsdpc_py_flat_<name> inside the gate, and ROW defines the method's row of the
+ * table. X(kind of parameters, name, flags, arguments in help(), docstring). */
 /* clang-format off */
 #define GATED_METHODS(X) \
     X(FAST, write, FSDPC_PY_KEYWORDS, "(param, tensor, grad=False)", \

@@ -1,5 +1,5 @@
-/* Gradients that autograd made for the gathered tensors: found, collected for a reduction, dropped.
- */
+/* Functions that find the gradients that autograd made for the gathered tensors, collect these gradients for
+ * a reduction, and drop them. */
 #include "py/step/py_step.h"
 
 static int
@@ -25,7 +25,7 @@ is_sparse(PyObject *grad)
     return result;
 }
 
-/* True for a tensor that wraps other tensors. Keeps the exception that is set. */
+/* Returns true for a tensor that wraps other tensors. Keeps the exception that is set. */
 static bool
 is_a_wrapper(PyObject *tensor)
 {
@@ -36,7 +36,7 @@ is_a_wrapper(PyObject *tensor)
     return wraps;
 }
 
-/* A lazily negated gradient, as complex arithmetic makes it, is written out first. */
+/* Views a parameter's gradient. A lazily negated gradient (complex arithmetic makes it) is copied first. */
 static int
 view_grad(fsdpc_py_flat *flat, int i)
 {
@@ -75,7 +75,7 @@ view_grad(fsdpc_py_flat *flat, int i)
     return result;
 }
 
-/* Moves the dimension along which the parameter is cut to the front, where the unit's memory has it. */
+/* Makes the dimension along which the parameter is sharded the view's first, as in the unit's memory. */
 static int
 put_rows_first(const fsdpc_py_flat *flat, int i)
 {
@@ -122,7 +122,7 @@ fsdpc_py_collect_grads(fsdpc_py_flat *flat)
             check_size(flat, i) < 0) {
             return -1;
         }
-        /* An empty gradient counts, too, so its address is not NULL; nothing is read there. */
+        /* An empty gradient counts as a gradient, so its address is not NULL; nothing reads the address. */
         const void *data = view->numel > 0 ? view->data : view;
         flat->grads[i] = (fsdpc_tensor){data,        view->dtype,   view->ndim,
                                         view->shape, view->strides, view->contiguous};

@@ -1,5 +1,5 @@
-/* Gradients that the optimizer sees: what the user did to them since the last backward (cleared,
- * replaced, pointed elsewhere), and what .grad shows after this backward.
+/* Gradients that the optimizer sees: finds out what the user did to them since the last backward (cleared or
+ * replaced them, or pointed them at other memory), and sets .grad after this backward.
  */
 #include "py/step/py_step.h"
 #include "unit/grad.h"
@@ -32,7 +32,7 @@ fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad
     sharded->grad_data = view.data;
     sharded->strided = !view.contiguous;
     sharded->broken = -1;
-    /* Operations on a DTensor are collective: each rank must see the DTensor's gradient. */
+    /* Operations on a DTensor are collective, so a DTensor's gradient is shown on every rank. */
     sharded->holds_nothing = !flat->dtensors && view.numel == 0 && numel_of(flat, sharded) > 0;
     return 0;
 }
@@ -45,7 +45,7 @@ piece_of(const fsdpc_layout *layout, int param)
     return layout->segments[layout->params[param].segment].piece_numel;
 }
 
-/* `grad` keeps the memory alive that *out describes. */
+/* Views the local tensor of a gradient. *out describes memory that `grad` keeps alive. */
 static int
 local_view(const fsdpc_py_flat *flat, PyObject *grad, fsdpc_py_view *out)
 {
@@ -67,7 +67,7 @@ reload_sharded(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
     return 0;
 }
 
-/* As take_foreign, by torch, which copies between tensors of different strides. */
+/* Copies `grad` into the unit's gradient by torch's copy_, because the two tensors' strides may differ. */
 static int
 take_strided(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad)
 {
@@ -79,7 +79,7 @@ take_strided(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad)
     return done ? reload_sharded(flat, sharded) : -1;
 }
 
-/* The user assigned another tensor to .grad: its values are copied into the unit's gradient. */
+/* Copies the values of a tensor that the user has assigned to .grad into the unit's gradient. */
 static int
 take_foreign(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad)
 {
@@ -119,7 +119,7 @@ take_foreign(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad)
     return 0;
 }
 
-/* Undoes what the user did to the object that .grad shows. */
+/* Called if the user set the `data` of the tensor in .grad: points the tensor at the unit's memory again. */
 static int
 point_back(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
@@ -131,7 +131,7 @@ point_back(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
                : 0;
 }
 
-/* Takes values over if the user has pointed the unit's gradient tensor at other memory (grad.data = ...). */
+/* Takes over the user's writes to .grad. If grad.data is other memory, copies the values from there. */
 static int
 check_ours(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded)
 {
@@ -145,8 +145,8 @@ check_ours(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded)
     return take_foreign(flat, sharded, sharded->shown) < 0 ? -1 : point_back(flat, sharded);
 }
 
-/* Whether the program still refers to a gradient that it has cleared or replaced. The engine's references are
- * those in `sharded`, one in a row of Unit.optim_params, and that of a DTensor to its local tensor. */
+/* Returns whether the program still refers to a gradient that it has cleared or replaced. The engine's
+ * references are in `sharded`, in a row of Unit.optim_params, and from a DTensor to its local tensor. */
 static bool
 is_kept(const fsdpc_py_sharded *sharded)
 {
@@ -219,7 +219,7 @@ fsdpc_py_flat_adopt_grads(fsdpc_py_flat *flat, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-/* Cleared gradients start from zero, and what no_sync kept for them is cleared with them. */
+/* The user cleared .grad: drops the gradients that no_sync kept; with `zero`, zeroes the unit's gradient. */
 static int
 start_from_zero(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded, bool zero)
 {
@@ -255,7 +255,7 @@ fsdpc_py_prepare_grads(fsdpc_py_flat *flat)
         return 0;
     }
     flat->backward.prepared = true;
-    if (flat->shown) { /* .grad belongs to the whole values; this pass is not the unit's */
+    if (flat->shown) { /* .grad belongs to the caller's full values, which this pass does not use */
         return 0;
     }
     if (fsdpc_unit_has_local(flat->unit) && fsdpc_py_drop_zeroed(flat) < 0) {
@@ -296,8 +296,8 @@ any_used(const fsdpc_py_sharded *sharded, const uint8_t *used)
     return false;
 }
 
-/* The sharded parameter may be in the loss itself (a penalty on weights): autograd has then put a
- * gradient into .grad meanwhile. Shows the unit's gradient with that gradient added. */
+/* Shows the unit's gradient in .grad. If the loss uses the sharded parameter itself (a penalty on weights),
+ * autograd has put a gradient into .grad, which is added to the unit's gradient. */
 static int
 show_with(fsdpc_py_sharded *sharded, PyObject *own)
 {
@@ -314,7 +314,7 @@ show_with(fsdpc_py_sharded *sharded, PyObject *own)
     return sum ? 0 : -1;
 }
 
-/* After no_sync nothing was summed yet: a zero gradient stands for what waits. */
+/* Shows one gradient. After no_sync there is no sum yet, so zeros stand for the gradients that are kept. */
 static int
 show_one(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, bool sync)
 {
@@ -322,7 +322,7 @@ show_one(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, bool sync)
     if (!sync && fsdpc_py_show_waiting(flat, sharded) < 0) {
         return -1;
     }
-    /* The user may have pointed the tensor elsewhere before clearing .grad. */
+    /* The user may have pointed the tensor at other memory before clearing .grad. */
     const void *data;
     if (fsdpc_py_local_data(flat, sharded->shown, &data) < 0 ||
         (data != sharded->grad_data && point_back(flat, sharded) < 0)) {
@@ -334,9 +334,9 @@ show_one(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, bool sync)
     return result;
 }
 
-/* A rank without elements of a parameter shows no gradient, as torch does, except while a gradient
- * of no_sync waits: the user discards that by clearing .grad. Listeners are called on every rank,
- * here with an empty gradient (fsdpc/_engine/listeners.py removes it). */
+/* A rank without elements of a parameter shows no gradient, as torch does. (While gradients of no_sync are
+ * kept, .grad is shown, so that the user can discard them by clearing .grad.) Listeners are called on every
+ * rank, here with an empty gradient, which fsdpc/_engine/listeners.py removes afterwards. */
 static int
 show_nothing(fsdpc_py_sharded *sharded, PyObject **listened)
 {

@@ -1,5 +1,5 @@
-/* Creating a Hook, and helpers of all kinds of hooks. The type and its call are in py_hooks.c,
- * which stores the call's address in the module state.
+/* Functions that make hooks, and helpers for all kinds of hooks. The type Hook and its call function are in
+ * py_hooks.c, which stores the function's address in the module state.
  */
 #include "py/step/py_hooks_impl.h"
 

@@ -1,17 +1,17 @@
 /* What torch calls in a step: C callables for module hooks, gradient hooks and the end of backward.
  *
- * One heap type, Hook, with a kind; calls go through vectorcall, so no Python frame runs per unit
- * or per parameter. The order of events:
+ * All hooks have one heap type, Hook, and differ in their kind. Calls go through vectorcall, so no Python
+ * frame runs per unit or per parameter. The order of events:
  *
- *   pre_forward   first unit of a pass: the pass begins. Gather; the modules show full tensors.
- *   post_forward  (inputs, output). The modules show sharded parameters again; release or hold; a
+ *   pre_forward   the first unit of a pass begins the pass. Gather; the modules show full tensors.
+ *   post_forward  gets (inputs, output). The modules show sharded parameters again. Release or hold; a
  *                 pre-hook on the autograd nodes of the outputs waits for backward.
- *   pre_backward  a gradient reaches an output: gather and hold; full tensors are shown again, for
+ *   pre_backward  a gradient reaches an output. Gather and hold; the modules show full tensors again, for
  *                 recomputation inside the unit (activation checkpointing).
- *   grad          a full parameter has its gradient: after the last one the unit is done: release,
+ *   grad          a full parameter has its gradient. After the last gradient the unit is done: release,
  *                 then pack and reduce.
  *   input_done    an input has its gradient: see [Note: when a unit is done] in py_hooks_backward.c.
- *   end           after backward: units with partial gradients, the ranks' common end, .grad.
+ *   end           after backward: finish units with partial gradients, end on all ranks, show .grad.
  *
  * What each hook does is in py_hooks_forward.c, py_hooks_begin.c, py_hooks_backward.c, py_hooks_end.c.
  *
@@ -36,7 +36,7 @@ enter(const fsdpc_py_hook *self)
     return tree->count > 0 ? fsdpc_py_enter(tree->units[0]) : 0;
 }
 
-/* True if this hook was the pending end hook of its tree's backward; then none is pending any more. */
+/* Returns true if this hook was the pending end hook of its tree's backward; afterwards none is pending. */
 static bool
 end_is_over(fsdpc_py_hook *self)
 {
@@ -54,7 +54,7 @@ static void
 backward_broke(fsdpc_py_tree *tree)
 {
     PyObject *type, *value, *traceback;
-    /* Another thread uses the tree: its next call clears the backward. */
+    /* If another thread uses the tree, that thread's next pass or backward clears this backward. */
     if (!tree->tree || tree->count == 0 || fsdpc_py_tree_in_use(tree) ||
         !fsdpc_tree_in_backward(tree->tree)) {
         return;
@@ -124,7 +124,7 @@ dispatch(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count, PyObject 
         break;
     case FSDPC_HOOK_END:
         result = fsdpc_py_end_backward((fsdpc_py_tree *)self->owner);
-        /* An end hook that fails is over when torch drops the hook. */
+        /* An end hook that fails stays pending until torch drops the hook, which calls backward_broke. */
         if (result == 0) {
             (void)end_is_over(self);
         }
@@ -136,7 +136,7 @@ dispatch(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count, PyObject 
 static const char *const kind_names[] = {"pre_forward", "post_forward", "pre_backward",
                                          "input_done",  "grad",         "end"};
 
-/* The profiler's range of this hook; NULL for hooks that run per parameter or per input. */
+/* Opens the profiler's range of this hook. Returns NULL for hooks that run per parameter or per input. */
 static PyObject *
 open_range(const fsdpc_py_hook *self)
 {
@@ -153,11 +153,11 @@ open_range(const fsdpc_py_hook *self)
     }
 }
 
-/* Called after the hook has left its gates, since the observer may call methods of units and trees. */
+/* Calls the observer after the hook has left its gates. An observer may call methods of units and trees. */
 static void
 call_observer(const fsdpc_py_hook *self)
 {
-    PyObject *owner = self->owner; /* NULL if a collection has cleared the hook */
+    PyObject *owner = self->owner; /* NULL if a garbage collection has cleared the hook */
     const fsdpc_py_flat *flat = self->kind == FSDPC_HOOK_END ? NULL : (fsdpc_py_flat *)owner;
     fsdpc_py_tree *tree = flat ? flat->tree : (fsdpc_py_tree *)owner;
     if (!owner || !tree || !tree->observer) {
@@ -180,7 +180,7 @@ hook_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *Py_UN
     }
     if (self->kind == FSDPC_HOOK_PRE_FORWARD && !use.tree) {
         result = fsdpc_py_attach(use.flat);
-        /* The unit has a tree now, whose gate must be entered too. */
+        /* The unit has a tree now, and the tree's gate must be entered as well. */
         result = result < 0 ? -1 : go_in(self, &tree_use);
     }
     if (result == 0 && (result = check_torch(self)) == 0 && (result = enter(self)) == 0) {

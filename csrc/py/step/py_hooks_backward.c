@@ -1,37 +1,37 @@
-/* A backward: a unit is gathered and held when a gradient reaches its outputs, and done when nothing
- * of its graph can run any more; then what is due is reduced.
+/* Hooks of a backward. A unit is gathered and held when a gradient reaches its outputs. The unit is done when
+ * nothing of its graph can run any more; then the units whose turn it is are reduced.
  *
- * [Note: when a unit is done] Each path through a unit's graph ends at one of its own parameters, at
- * a parameter of a unit nested in it, or at an input. A parameter's gradient arrives when all nodes
- * that use the parameter have run; a node that makes a gradient of a trainable parameter needs no
- * value of the unit afterwards. So a unit whose parameters are all trainable is done when they have
- * their gradients. A frozen parameter gets no gradient: a unit with one is done when, besides, the
- * gradients of its inputs are there, for each of its forwards that the backward has reached
- * (`open_calls`); for that each tensor that goes in gets an autograd node of the forward's own. If
- * units are nested in such a unit, the hold lasts until the backward has ended. The same holds for a
- * unit whose modules have backward hooks of the user (`observed`), which may read parameters. A use
- * that is not seen in this way (inputs that are no arguments, detached parameters) is refused by
- * autograd: see py_versions.c.
+ * [Note: when a unit is done] Each path through a unit's graph ends at a parameter of the unit, at a
+ * parameter of a nested unit, or at an input. A parameter's gradient arrives when all nodes that use the
+ * parameter have run. A node that makes the gradient of a trainable parameter needs no value of the unit
+ * afterwards. So a unit whose parameters are all trainable is done when all parameters have their gradients.
+ * A frozen parameter gets no gradient. So a unit with a frozen parameter must also wait for the gradients of
+ * the inputs of each forward that the backward has reached (`open_calls`). To detect these gradients, each
+ * input tensor gets a new autograd node in each forward. If units are nested in such a unit, the hold lasts
+ * until the backward has ended. The same rules hold for a unit whose modules have backward hooks of the user
+ * (`observed`), because these hooks may read parameters. Autograd refuses uses that escape these rules
+ * (inputs that are not arguments, detached parameters): see py_versions.c.
  *
- * [Note: backwards inside a backward] Reentrant checkpointing recomputes a part of a unit and runs a
- * backward of its own for it, inside the one that entered the unit. When all gradients have arrived
- * in that inner backward, another such part may follow (a module called several times): the unit's
- * inputs are watched from the next forward on, and until then the unit is done when the outer
- * backward enters another unit, or ends.
+ * [Note: backwards inside a backward] Reentrant checkpointing recomputes a part of a unit and runs an inner
+ * backward for that part, inside the backward that entered the unit. When all gradients have arrived in the
+ * inner backward, another part may still follow (a module that is called several times). So the unit's inputs
+ * are watched from the next forward on. Until then, the unit is done when the outer backward enters another
+ * unit, or ends.
  *
- * [Note: units that are passed] A parameter that this rank leaves unused gets no gradient, and other ranks,
- * which use it, do not wait for this one. Where ranks match collectives by order alone, this rank must gather
- * and reduce where the others do: the unit is done when the backward comes to a unit that ran before it.
+ * [Note: units that are passed] A parameter that this rank does not use gets no gradient, and ranks that use
+ * the parameter do not wait for this rank. If ranks match collectives by their order only, this rank must
+ * gather and reduce in the same order as those ranks. So a unit counts as done when the backward comes to
+ * another unit that ran earlier in forward.
  *
- * [Note: a second backward] Under create_graph=True the nodes that the backward makes keep the values
- * for another backward, which enters the unit where there is no hook. Units that such a backward
- * reaches stay gathered until a backward without create_graph has ended, or a new pass begins.
+ * [Note: a second backward] Under create_graph=True, the nodes that the backward makes save values for a
+ * second backward, which enters the unit at nodes that have no hook. So units that such a backward reaches
+ * stay gathered until a backward without create_graph has ended, or a new pass begins.
  *
- * [Note: watched parameters] A gradient hook costs half a microsecond of torch's time, so not every
- * parameter has one. As a rule, the module that is registered first runs first in forward, and its
- * parameters get their gradients last: when these have arrived and every other parameter has its
- * gradient too, the unit is done. Where the order differs or parameters are unused, every parameter is
- * watched and counted from then on; gradients without a hook are found at the end of backward.
+ * [Note: watched parameters] A gradient hook takes torch half a microsecond, so not every parameter has a
+ * hook. As a rule, the module that is registered first runs first in forward, and its parameters get their
+ * gradients last. When these gradients have arrived and every other parameter has its gradient too, the unit
+ * is done. If the order differs or parameters are unused, every parameter is watched and counted from then
+ * on. Gradients of parameters without a hook are found at the end of backward.
  */
 #include "py/step/py_hooks_impl.h"
 
@@ -47,8 +47,8 @@ model_is_gone(const fsdpc_py_flat *flat)
     return -1;
 }
 
-/* See [Note: a second backward]. torch is asked once per graph task: its answer is the same for all
- * nodes. */
+/* Asks torch whether this backward makes a graph: see [Note: a second backward]. All nodes of a graph task
+ * would get the same answer, so the function asks once per task. */
 static int
 detect_second(fsdpc_py_flat *flat)
 {
@@ -81,7 +81,7 @@ open_call(fsdpc_py_flat *flat, fsdpc_py_hook *call)
     }
 }
 
-/* See [Note: backwards inside a backward]. */
+/* The backward enters `flat`: finishes the unit that lingers ([Note: backwards inside a backward]). */
 static int
 finish_lingering(fsdpc_py_flat *flat)
 {
@@ -97,8 +97,8 @@ finish_lingering(fsdpc_py_flat *flat)
     return other->backward.complete ? fsdpc_py_finish_unit(other) : 0;
 }
 
-/* A unit that a backward enters again may still hold gradients whose sum is not due yet. A gradient
- * that is there is then no sign of a new one, so hooks count the new gradients. */
+/* If a backward enters a unit again, gradients whose sum is not due yet may still be there. So the presence
+ * of a gradient does not show that a new gradient has arrived, and hooks count the new gradients. */
 static int
 count_again(fsdpc_py_flat *flat)
 {
@@ -147,8 +147,8 @@ fsdpc_py_pre_backward(fsdpc_py_hook *self)
 
 /* --- sending --------------------------------------------------------------------------------- */
 
-/* A unit whose communication hook has run keeps later gradients of the same backward, which the end
- * of backward sends. */
+/* Calls the unit's communication hook. If the hook has run in this backward already, keeps the later
+ * gradients on this rank; the end of backward sends them. */
 static int
 send_by_hook(fsdpc_py_flat *flat)
 {
@@ -163,7 +163,7 @@ send_by_hook(fsdpc_py_flat *flat)
     return sent;
 }
 
-/* Packs and sends (or, with sync false, keeps) the gradients that autograd has made. */
+/* Packs the gradients that autograd has made and sends them, or, without `sync`, keeps them on this rank. */
 static int
 send_grads(fsdpc_py_flat *flat, bool sync)
 {
@@ -211,11 +211,11 @@ fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end)
 
 /* --- gradients that arrive ------------------------------------------------------------------- */
 
-/* Raises StateError: a gradient of this parameter was computed while the unit was not gathered. -1. */
+/* Raises StateError: the parameter's gradient was computed while the unit was not gathered. Returns -1. */
 static int
 not_gathered(const fsdpc_py_flat *flat, int param)
 {
-    /* autograd runs the operations of one thread in reverse order, but not those of several. */
+    /* autograd runs one thread's operations in reverse order, but keeps no order among several threads. */
     bool early = flat->tree && flat->closed == flat->tree->backward.number;
     const char *why =
         early ? "a part of its forward ran in a thread that forward had started, and autograd came "
@@ -260,8 +260,8 @@ fsdpc_py_finish_unit(fsdpc_py_flat *flat)
     return sent < 0 || !sync ? sent : fsdpc_py_step_summed(tree);
 }
 
-/* The gradients arrive in another order than expected. Counts those that are there; hooks that the
- * caller registers after this call catch the ones to come. */
+/* Called when gradients arrive in another order than expected. Counts the gradients that have arrived. The
+ * caller then registers hooks, which count the gradients that are still to come. */
 static void
 count_from_now_on(fsdpc_py_flat *flat)
 {
@@ -292,7 +292,7 @@ fsdpc_py_is_used_late(const fsdpc_py_flat *flat)
     return flat->observed || has_frozen(flat) || (flat->reentrant && !fsdpc_py_has_nested(flat));
 }
 
-/* 1: the unit's last gradient arrived in another backward than the one that entered the unit. 0, or -1. */
+/* Returns 1 if this backward runs inside the one that entered the unit, 0 if not, or -1. */
 static int
 arrived_inside(const fsdpc_py_flat *flat)
 {
@@ -302,7 +302,7 @@ arrived_inside(const fsdpc_py_flat *flat)
                : flat->backward.entered && task != flat->task;
 }
 
-/* See [Note: when a unit is done]. */
+/* Called when all gradients have arrived: finishes the unit if [Note: when a unit is done] allows it. */
 static int
 all_arrived(fsdpc_py_flat *flat)
 {
@@ -324,7 +324,7 @@ all_arrived(fsdpc_py_flat *flat)
     return 0;
 }
 
-/* See [Note: watched parameters]. */
+/* Called at each watched gradient. Acts when the last one has arrived: see [Note: watched parameters]. */
 static int
 watched_arrived(fsdpc_py_flat *flat)
 {
@@ -342,12 +342,12 @@ watched_arrived(fsdpc_py_flat *flat)
     return fsdpc_py_watch_all(flat);
 }
 
-/* torch also calls the hook of a parameter that was frozen after its forward. 1, 0, or -1. */
+/* Returns whether the parameter requires a gradient: 1, 0, or -1. torch also calls hooks of frozen ones. */
 static int
 still_trains(const fsdpc_py_flat *flat, int param)
 {
     if (!flat->full[param]) {
-        return 1; /* unbound: what comes next raises */
+        return 1; /* the unit has lost its gathered tensors; the caller goes on */
     }
     PyObject *flag = fsdpc_py_field(flat->full[param], FSDPC_PY_REQUIRES_GRAD);
     int trains = flag ? flag == Py_True : -1;
@@ -392,7 +392,7 @@ drop_hold(fsdpc_py_flat *flat)
     return fsdpc_py_checked(status) < 0 ? -1 : fsdpc_py_mark(flat);
 }
 
-/* The backward has left every graph of the unit that it has entered. */
+/* Called when the backward has come to the inputs of every forward of the unit that it had reached. */
 static int
 all_closed(fsdpc_py_flat *flat)
 {
@@ -427,12 +427,12 @@ static int
 finish_passed(fsdpc_py_flat *flat)
 {
     flat->closed = flat->tree->backward.number;
-    /* All parameters are watched from now on: a late gradient raises an error that names its parameter. */
+    /* From now on all parameters are watched: a late gradient raises an error that names its parameter. */
     if (!flat->backward.complete &&
         (fsdpc_py_find_unwatched(flat) < 0 || fsdpc_py_watch_all(flat) < 0)) {
         return -1;
     }
-    /* Other ranks may have gradients, and then send them in this unit's turn. */
+    /* Other ranks may have gradients of this unit, which they send at this point of the common order. */
     bool sends = fsdpc_unit_layout(flat->unit)->trainable_count > 0 &&
                  (flat->backward.complete || flat->backward.arrived_count > 0 ||
                   !fsdpc_unit_withholds(flat->unit));
@@ -464,7 +464,7 @@ fsdpc_py_input_done(fsdpc_py_hook *self)
         !fsdpc_tree_is_held(tree->tree, flat->id)) {
         return 0;
     }
-    /* If neither is true, another forward of the unit is to come, whose gradients belong to the same sum. */
+    /* A unit that is neither complete nor closed still gets gradients of another forward in this backward. */
     bool closed = !flat->backward.unwatched && (flat->incomplete || flat->expected == 0);
     if (flat->backward.complete || closed) {
         return all_closed(flat);

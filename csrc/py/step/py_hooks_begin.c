@@ -1,9 +1,9 @@
-/* How a backward begins.
+/* The beginning of a backward.
  *
- * [Note: gradients inside a forward] A forward may ask for gradients of its own (forces as gradients of an
- * energy): a backward that begins inside a forward and makes no parameter's gradient. Such a backward is a
- * part of the forward. Its end does not synchronise the ranks: ranks that skip the module would wait at the
- * end of another backward.
+ * [Note: gradients inside a forward] A forward may compute gradients (forces as gradients of an energy) by a
+ * backward that begins inside the forward and computes no parameter's gradient. Such a backward is a part of
+ * the forward. Its end does not synchronise the ranks. Ranks that skip the module do not run this backward,
+ * so they would synchronise at the end of another backward.
  */
 #include "py/step/py_hooks_impl.h"
 
@@ -26,7 +26,7 @@ fsdpc_py_in_backward(const fsdpc_py_tree *tree)
     return fsdpc_tree_in_backward(tree->tree) && tree->backward.end_pending;
 }
 
-/* torch keeps the end hook until it has called the hook, or until the backward has failed. */
+/* Queues the end hook. torch owns the hook until the hook has run or the backward has failed. */
 static int
 queue_end(fsdpc_py_tree *tree)
 {
@@ -54,7 +54,7 @@ fsdpc_py_any_sync(const fsdpc_py_tree *tree)
     return !some;
 }
 
-/* See [Note: gradients inside a forward]. 1, 0, or -1. */
+/* Returns 1 if this backward is one of [Note: gradients inside a forward], else 0, or -1. */
 static int
 is_part_of_forward(const fsdpc_py_tree *tree)
 {

@@ -1,4 +1,4 @@
-/* A backward that has failed: what its units drop at once, and what waits for the other ranks. */
+/* Clean-up after a failed backward: what units drop at once, and what needs a wait for the other ranks. */
 #include "py/step/py_hooks_impl.h"
 
 #include <string.h>
@@ -10,11 +10,11 @@ fsdpc_py_forget_backward(fsdpc_py_flat *flat)
     flat->backward = (fsdpc_py_backward){0};
 }
 
-/* [Note: touched gradients] When a backward fails, gradients of some ranks may still be in reduce slots.
- * The ranks sum these gradients at the next pass at the latest, into the shard gradient, which then holds
- * part of the failed backward, as an unsharded model's would. A user who has cleared or changed .grad in
- * place in the meantime must find that value unchanged. Therefore the versions of the .grad tensors are
- * noted when the backward fails; a tensor whose version has changed by the time of the sum, or was not
+/* [Note: touched gradients] When a backward fails, gradients of some ranks may still be in reduce slots. The
+ * ranks add them to the shard gradient at the next pass at the latest. The shard gradient then has a part of
+ * the failed backward, like the .grad of an unsharded model. But if the user has meanwhile cleared .grad or
+ * changed it in place, the sum must leave the user's value unchanged. So the versions of the .grad tensors
+ * are noted when the backward fails. A tensor whose version has changed by the time of the sum, or was not
  * noted, gets its value back after the sum. */
 
 static int
@@ -27,7 +27,7 @@ note_versions(fsdpc_py_flat *flat)
             return -1;
         }
     }
-    /* Gradients of no_sync that wait are dropped when the user clears the .grad that stands for them. */
+    /* Gradients that no_sync has kept are dropped when the user clears the .grad that stands for them. */
     return fsdpc_unit_has_local(flat->unit) && !flat->shown ? fsdpc_py_note_waiting(flat) : 0;
 }
 
@@ -40,7 +40,7 @@ fsdpc_py_drop_half_made(fsdpc_py_flat *flat)
                : note_versions(flat);
 }
 
-/* 1: .grad is not None, and was changed after the backward failed or had no version noted. 0, or -1. */
+/* Returns 1 if .grad is set, and changed after the backward failed or has no noted version; else 0, or -1. */
 static int
 was_touched(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
@@ -60,7 +60,7 @@ was_touched(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
     return touched;
 }
 
-/* Adds (gradient, copy) of each touched gradient to the list. These gradients are the unit's own tensors. */
+/* Appends (gradient, copy) of each touched gradient to the list. The gradients are the unit's own tensors. */
 static int
 keep_touched(fsdpc_py_flat *flat, PyObject *list)
 {
@@ -108,7 +108,7 @@ put_away(fsdpc_py_tree *tree, PyObject *touched)
 {
     for (int i = 0; i < tree->count; i++) {
         fsdpc_py_drop_held(tree->units[i]);
-        /* A forward around a broken autograd.grad goes on with what its modules show. */
+        /* A forward in which autograd.grad has failed goes on, so its modules keep the gathered tensors. */
         bool runs = fsdpc_tree_is_running(tree->tree, i);
         if ((runs ? fsdpc_py_end_hold(tree->units[i]) : fsdpc_py_uninstall_all(tree->units[i])) <
                 0 ||
@@ -120,7 +120,7 @@ put_away(fsdpc_py_tree *tree, PyObject *touched)
     return 0;
 }
 
-/* Exchanges the units' no_sync flags of now for those with which the broken backward began. */
+/* Swaps the units' current no_sync flags with those that they had when the broken backward began. */
 static void
 swap_sync_flags(fsdpc_py_tree *tree)
 {

@@ -1,9 +1,9 @@
-/* The end of a backward: units with partial gradients, the ranks' common end, what the optimizer and
- * the user's hooks see.
+/* The end of a backward: finishes units with partial gradients, ends the backward on all ranks, and shows the
+ * gradients to the optimizer and the user's hooks.
  */
 #include "py/step/py_hooks_impl.h"
 
-/* Finishes the units that are not done yet: complete ones, and those with some parameters unused. */
+/* Finishes the units that are not done yet: all, or only some, of their gradients have arrived. */
 static int
 finish_partial_units(fsdpc_py_tree *tree)
 {
@@ -19,7 +19,7 @@ finish_partial_units(fsdpc_py_tree *tree)
         if (fsdpc_py_find_unwatched(flat) < 0) {
             return -1;
         }
-        /* A unit that was finished at its inputs stays incomplete: the next pass watches its inputs, too. */
+        /* A unit finished when its inputs were reached stays incomplete, so its inputs stay watched. */
         flat->incomplete = flat->backward.arrived_count > 0 ||
                            (flat->incomplete && flat->closed == tree->backward.number);
         if ((flat->backward.arrived_count > 0 && fsdpc_py_finish_unit(flat) < 0) ||
@@ -30,7 +30,7 @@ finish_partial_units(fsdpc_py_tree *tree)
     return 0;
 }
 
-/* The optimizer's parameters show their gradients; when all do, listeners are called. */
+/* Shows all gradients in .grad of the optimizer's parameters, then calls the listeners. */
 static int
 show_all_grads(fsdpc_py_tree *tree)
 {

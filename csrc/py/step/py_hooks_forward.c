@@ -1,9 +1,9 @@
-/* A pass begins with the outermost module's forward; a unit's modules show full tensors during the
- * unit's forward.
+/* Hooks of a forward. A pass begins with the forward of the outermost module. A unit's modules show full
+ * tensors during the unit's forward.
  */
 #include "py/step/py_hooks_impl.h"
 
-/* 1 if this thread runs a backward, 0 if not, -1 with an exception. */
+/* Returns 1 if this thread runs a backward, 0 if not, -1 with an exception. */
 static int
 inside_backward(fsdpc_py_tree *tree)
 {
@@ -11,7 +11,7 @@ inside_backward(fsdpc_py_tree *tree)
     return fsdpc_py_graph_task(tree, &id) < 0 ? -1 : id >= 0;
 }
 
-/* 1: on_thaw has given units memory for gradients, and another tree. -1 with an exception. */
+/* Calls on_thaw, which allocates gradient memory and makes a new tree. Returns 1, or -1 with an exception. */
 static int
 call_on_thaw(fsdpc_py_tree *tree)
 {
@@ -28,7 +28,7 @@ call_on_thaw(fsdpc_py_tree *tree)
     return result < 0 ? -1 : 1;
 }
 
-/* Sets what forwards of other units see in each unit's modules; see fsdpc/_engine/released.py. */
+/* Sets what the modules of each unit show to forwards of other units; see fsdpc/_engine/released.py. */
 static int
 set_in_pass(fsdpc_py_tree *tree, bool in_pass)
 {
@@ -40,14 +40,14 @@ set_in_pass(fsdpc_py_tree *tree, bool in_pass)
     return 0;
 }
 
-/* True in few passes: programs assign weight.data in each forward or never. Looking costs 0.5 us a unit. */
+/* Returns true if this pass calls check_gathered. The check takes 0.5 us a unit, so few passes make it. */
 static bool
 looks_at_gathered(const fsdpc_py_tree *tree)
 {
     return tree->passes < 4 || tree->passes % 16 == 0;
 }
 
-/* Takes over the user's changes to the parameters. `compares`: the result of fsdpc_tree_compares. */
+/* Takes over the user's changes to the parameters. Looks for writes in place only if `compares`. */
 static int
 take_over_changes(fsdpc_py_flat *flat, bool compares)
 {
@@ -59,7 +59,7 @@ take_over_changes(fsdpc_py_flat *flat, bool compares)
     return changed < 0 || touched < 0 ? -1 : 0;
 }
 
-/* The program has registered modules or parameters. */
+/* Calls before_pass once, if it is set, to check modules and parameters that the program has registered. */
 static int
 call_before_pass(fsdpc_py_tree *tree)
 {
@@ -76,8 +76,8 @@ call_before_pass(fsdpc_py_tree *tree)
     return -1;
 }
 
-/* Begins an outermost pass: leftovers of an earlier pass are cleared, and the user's changes to the
- * parameters are taken over. 1: `tree` is no longer the units' tree. */
+/* Begins an outermost pass: clears leftovers of an earlier pass, and takes over the user's changes to the
+ * parameters. Returns 0, or 1 if `tree` is no longer the units' tree, or -1 with an exception. */
 static int
 begin_pass(fsdpc_py_tree *tree)
 {
@@ -120,8 +120,8 @@ begin_pass(fsdpc_py_tree *tree)
     return set_in_pass(tree, true);
 }
 
-/* A forward inside a backward is a recomputation (activation checkpointing), perhaps in a thread of
- * its own. 1: as from begin_pass. */
+/* Begins an outermost forward. A forward inside a backward is a recomputation (activation checkpointing),
+ * perhaps in another thread than the backward. Returns what begin_pass returns. */
 static int
 begin_forward(fsdpc_py_tree *tree)
 {
@@ -177,7 +177,7 @@ fsdpc_py_attach(fsdpc_py_flat *flat)
 
 /* --- the inputs ------------------------------------------------------------------------------ */
 
-/* See [Note: when a unit is done] in py_hooks_backward.c. */
+/* Returns true if inputs must be watched: see [Note: when a unit is done] in py_hooks_backward.c. */
 static bool
 wants_inputs(const fsdpc_py_flat *flat)
 {
@@ -187,7 +187,7 @@ wants_inputs(const fsdpc_py_flat *flat)
     return fsdpc_py_is_used_late(flat) && !fsdpc_py_has_nested(flat);
 }
 
-/* Puts the record of this forward, a pre_backward hook of its own, into flat->call. Borrowed. */
+/* Pushes a new pre_backward hook, this forward's record, onto flat->call. Returns it borrowed, or NULL. */
 static fsdpc_py_hook *
 push_call(fsdpc_py_flat *flat)
 {
@@ -200,7 +200,7 @@ push_call(fsdpc_py_flat *flat)
     return call;
 }
 
-/* Takes the record of the forward that ends out of flat->call. Owned; NULL if there is none. */
+/* Pops the record of the ending forward from flat->call. Returns it owned, or NULL if there is none. */
 static fsdpc_py_hook *
 pop_call(fsdpc_py_flat *flat)
 {
@@ -226,8 +226,8 @@ watch_one(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
     return one;
 }
 
-/* Each tensor that is an argument gets an autograd node of this forward's own, whose gradient is there
- * when this forward's backward has run, whatever else uses the tensor. *out: (args, kwargs) or args. */
+/* Gives each tensor among the arguments a new autograd node for this forward. The node has its gradient when
+ * the backward of this forward has run, whatever else uses the tensor. *out: (args, kwargs) or args. */
 static int
 watch_inputs(fsdpc_py_flat *flat, PyObject *const *inputs, Py_ssize_t count, PyObject **out)
 {
@@ -259,7 +259,7 @@ done:
     return result;
 }
 
-/* Undoes the forward of a hook that ends with an exception, since no other code does. Returns -1. */
+/* Undoes a forward whose hook fails, because no other code undoes such a forward. Returns -1. */
 static int
 forward_broke_off(fsdpc_py_flat *flat)
 {
@@ -267,8 +267,8 @@ forward_broke_off(fsdpc_py_flat *flat)
     return -1;
 }
 
-/* As forward_broke_off, for a forward that forward_depth does not count yet: if it is the outermost forward,
- * its pass is over, and the modules show their sharded parameters again. */
+/* Ends the pass of a forward that failed before forward_depth counted it: if it is the outermost forward, the
+ * modules show their sharded parameters again. Keeps the exception. Returns -1. */
 static int
 pass_broke_off(fsdpc_py_tree *tree)
 {
@@ -286,7 +286,7 @@ fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t coun
 {
     fsdpc_py_flat *flat = (fsdpc_py_flat *)self->owner;
     fsdpc_py_tree *tree = flat->tree;
-    /* The depth is stale: a forward raised without a call of forward_failed. */
+    /* In this state the depth is stale: an earlier forward raised without a call of forward_failed. */
     if (tree->forward_depth > 0 && flat->id == 0 && flat->installed == 0) {
         tree->forward_depth = 0;
     }
@@ -299,7 +299,7 @@ fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t coun
         }
     }
     tree = flat->tree;
-    /* Under reentrant checkpointing, a backward that comes to the unit recomputes before any hook runs. */
+    /* Under reentrant checkpointing, a backward that comes to a unit recomputes the unit before any hook. */
     if (flat->graphless && tree->recompute && fsdpc_py_finish_those_passed(flat) < 0) {
         return -1;
     }
@@ -311,7 +311,7 @@ fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t coun
         return pass_broke_off(tree);
     }
     tree->forward_depth++;
-    /* (module, args) or (module, args, kwargs) */
+    /* args is (module, args) or (module, args, kwargs). */
     int result = 0;
     if (count > 1 && wants_inputs(flat)) {
         result = watch_inputs(flat, args + 1, count - 1, out);
@@ -323,7 +323,7 @@ fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t coun
 
 /* --- the outputs ----------------------------------------------------------------------------- */
 
-/* Refuses generators: their bodies would run after the release, on sharded parameters. */
+/* Refuses generators: their bodies would run after the unit's release, on sharded parameters. */
 static int
 check_kind(const fsdpc_py_flat *flat, PyObject *output)
 {
@@ -339,8 +339,8 @@ check_kind(const fsdpc_py_flat *flat, PyObject *output)
     return -1;
 }
 
-/* Outputs that are the unit's own parameters, or views of them, become differentiable copies: their
- * memory holds other values as soon as the unit is released. *output may be replaced (owned). */
+/* Replaces outputs that are the unit's parameters, or views of them, by differentiable copies: their memory
+ * holds other values as soon as the unit is released. *output is owned; returns 1 if it was replaced. */
 static int
 copy_own_memory(fsdpc_py_flat *flat, PyObject **output)
 {
@@ -363,7 +363,7 @@ copy_own_memory(fsdpc_py_flat *flat, PyObject **output)
     return 1;
 }
 
-/* What a forward was called with. */
+/* The arguments of a forward. */
 struct inputs {
     PyObject *const *items;
     Py_ssize_t count;
@@ -375,7 +375,7 @@ is_same(fsdpc_py_tree *Py_UNUSED(tree), PyObject *tensor, void *argument)
     return tensor == argument;
 }
 
-/* The tensor requires a gradient and is none of the inputs. */
+/* A visitor that returns 1 if the tensor requires a gradient and is none of the inputs. */
 static int
 is_new(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
 {
@@ -393,8 +393,8 @@ is_new(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
 }
 
 /* A rank may return a unit's inputs unchanged (stochastic depth) where other ranks compute. If all ranks must
- * gather in one order, the backward must come to the unit on this rank too: so the returned inputs become
- * views, whose nodes are the unit's. *output may be replaced (owned); 1: it was. */
+ * gather in one order, the backward must come to the unit on this rank as well. So the returned inputs become
+ * views, whose autograd nodes belong to the unit. *output is owned; returns 1 if it was replaced. */
 static int
 own_node(const fsdpc_py_flat *flat, PyObject *const *args, Py_ssize_t count, PyObject **output)
 {
@@ -420,8 +420,8 @@ own_node(const fsdpc_py_flat *flat, PyObject *const *args, Py_ssize_t count, PyO
     return 1;
 }
 
-/* The hook that runs when a backward comes to the outputs. An outermost forward has a hook of its own, which
- * lives as long as the graph of that forward. Owned; NULL with an exception. */
+/* Returns the hook that runs when a backward comes to the outputs: owned, or NULL with an exception. An
+ * outermost forward gets a new hook, which lives as long as the graph of that forward. */
 static fsdpc_py_hook *
 backward_hook(fsdpc_py_hook *self, fsdpc_py_hook *call)
 {
@@ -443,8 +443,8 @@ backward_hook(fsdpc_py_hook *self, fsdpc_py_hook *call)
     return (fsdpc_py_hook *)hook;
 }
 
-/* Inside of torch.func.vmap, jvp and the like the nodes that lead to the parameters are those of the tensors
- * that the outputs wrap. */
+/* Inside torch.func.vmap, jvp and similar transforms, outputs wrap other tensors. The nodes that lead to the
+ * parameters are the nodes of the wrapped tensors. */
 static int
 watch_transformed(fsdpc_py_tree *tree, PyObject *output, fsdpc_py_hook *backward)
 {
@@ -458,8 +458,8 @@ watch_transformed(fsdpc_py_tree *tree, PyObject *output, fsdpc_py_hook *backward
     return hooked;
 }
 
-/* Steals `hook`, which may be NULL with an exception. Returns 1 if an output requires grad, so that
- * autograd will call the hook. */
+/* Registers `hook` on the autograd nodes of the outputs. Steals the reference to `hook`, which may be NULL
+ * with an exception. Returns 1 if an output requires grad, so that autograd will call `hook`. */
 static int
 walk_outputs(fsdpc_py_tree *tree, fsdpc_py_hook *hook, PyObject *input_hook, PyObject *inputs,
              PyObject *output)
@@ -505,7 +505,7 @@ watch_for_members(fsdpc_py_tree *tree, PyObject *inputs, PyObject *output)
     return result < 0 ? -1 : 0;
 }
 
-/* The modules show again what they showed before this forward, unless the unit `stays`. */
+/* Makes the modules show what they showed before this forward, unless the unit `stays`. */
 static int
 leave_pass(fsdpc_py_flat *flat, bool stays)
 {
@@ -521,13 +521,13 @@ leave_pass(fsdpc_py_flat *flat, bool stays)
     return result;
 }
 
-/* `hooked`: an output requires grad, so that autograd will call its hook. */
+/* `hooked`: an output requires grad, so autograd will call the hook on that output. */
 static int
 leave_forward(fsdpc_py_flat *flat, bool stays, int hooked)
 {
     fsdpc_py_tree *tree = flat->tree;
     flat->graphless = hooked == 0;
-    /* Reentrant checkpointing runs forwards without gradients that a backward will follow. */
+    /* Reentrant checkpointing runs a forward without gradients, yet a backward will follow. */
     bool backward = hooked > 0 || (tree->outer_grad && !tree->recompute);
     int status = stays ? fsdpc_tree_forward_stay(tree->tree, flat->id)
                        : fsdpc_tree_forward_leave(tree->tree, flat->id, backward);

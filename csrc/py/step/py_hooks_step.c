@@ -1,22 +1,22 @@
-/* An optimizer that steps in backward: each unit as soon as all ranks' gradients of it are summed.
+/* An optimizer that steps in backward: each unit is stepped as soon as its gradients are summed over all
+ * ranks.
  *
- * On shared memory that is when every rank has posted the unit: then every rank is done with its values, and
- * a rank that uses them again in the same backward gets an error from the tree. A unit that some rank
- * did not run, or that has replicas or a communication hook, is stepped at the end of backward.
+ * On shared memory the sum is complete when every rank has posted the unit. Then no rank needs the unit's
+ * values, and a rank that uses them again in the same backward gets an error from the tree. A unit that some
+ * rank did not run, or that has replicas or a communication hook, is stepped at the end of backward.
  *
- * On a GPU a step is queued on the caller's stream, once that stream has waited for the unit's sum. With one
- * rank that is at once, with several just before another unit takes the same reduce slot; the last units
- * step at the end of backward. A unit of which this rank left parameters unused is stepped at the end.
+ * On a GPU a step is queued on the caller's stream, after the stream's wait for the unit's sum. One rank
+ * alone queues the step at once. Several ranks queue it just before another unit takes the same reduce slot.
+ * The last units step at the end of backward. So does a unit if this rank left some parameters of it unused.
  *
- * On a GPU the units' gradients share memory (grad_slots.h): a unit takes a slot before it is sent and leaves
- * the slot when its step is queued.
+ * On a GPU the units' gradients share memory (grad_slots.h): a unit takes a slot before it is sent, and gives
+ * the slot back when its step is queued.
  *
- * On a GPU with values in host memory the units are stepped at the end, where the host has queued all of the
- * backward: each as soon as its own sum is there, while the GPU computes those of the others.
- */
+ * On a GPU with values in host memory the units are stepped at the end, when the host has queued all of
+ * backward. Each unit steps as soon as its sum is complete, while the GPU computes the other units' sums. */
 #include "py/step/py_hooks_impl.h"
 
-/* Steps the unit, then gives up its gradient's memory, unless step_unit said true or the program uses it. */
+/* Steps the unit. Discards its gradients unless tree->step_unit returns true or the program holds them. */
 static int
 step_unit(fsdpc_py_tree *tree, int unit)
 {

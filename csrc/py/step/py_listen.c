@@ -1,14 +1,14 @@
-/* Hooks that the user put on the parameters that the optimizer sees, and optimizers that are to step
- * in backward (torch.distributed.optim._apply_optimizer_in_backward).
+/* Listeners: hooks that the user put on the parameters that the optimizer sees, and optimizers that are to
+ * step in backward (torch.distributed.optim._apply_optimizer_in_backward).
  *
- * Such a parameter is in no graph, so autograd never calls its hooks. The end of backward collects
- * the parameters that got a gradient and have listeners; Python calls the listeners when all units are
- * done (fsdpc/_engine/listeners.py): ranks that are behind may still gather this rank's values for their
- * backward. With step_unit each unit's listeners are called before its step (py_hooks_step.c).
+ * Such a parameter is in no autograd graph, so autograd never calls its hooks. The end of backward collects
+ * the parameters that got a gradient and have listeners. Python calls the listeners when all units are done
+ * (fsdpc/_engine/listeners.py), because slower ranks may still gather this rank's values for their backward.
+ * With step_unit, each unit's listeners are called before the unit's step (py_hooks_step.c).
  */
 #include "py/step/py_step.h"
 
-/* A number that changes whenever the dictionary does and never comes back; 0: this Python has none. */
+/* Returns a number that is new after each change of the dictionary; 0 if this Python has no such number. */
 static uint64_t
 state_of(PyObject *dict)
 {
@@ -23,8 +23,8 @@ state_of(PyObject *dict)
 #endif
 }
 
-/* Whether the parameter's own dictionary has backward optimizers. A missing key costs no exception, unlike a
- * missing attribute, and only a dictionary that has changed is searched. */
+/* Returns whether the parameter's __dict__ has backward optimizers. The look-up of a missing key raises no
+ * exception, unlike that of a missing attribute. The dictionary is searched only if it has changed. */
 static int
 has_optimizers(fsdpc_py_sharded *sharded)
 {

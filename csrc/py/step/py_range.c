@@ -1,5 +1,5 @@
 /* Ranges of torch's profilers, with the names that torch's FSDP gives them: "FSDP::pre_forward (blocks.3)".
- * While no profiler runs, a range costs the look-up of torch's flag.
+ * While no profiler runs, a range costs one look-up of torch's flag.
  */
 #include "py/step/py_step.h"
 
@@ -16,7 +16,7 @@ fsdpc_py_range_open(const fsdpc_py_tree *tree, const char *what, const fsdpc_py_
                               *name ? PyUnicode_FromFormat("FSDP::%s (%s)", what, name)
                                     : PyUnicode_FromFormat("FSDP::%s", what));
     PyObject *entered = range ? PyObject_CallMethod(range, "__enter__", NULL) : NULL;
-    if (!entered) { /* a profile is never worth a step */
+    if (!entered) { /* an error of the profiler must not fail the step */
         PyErr_Clear();
         Py_CLEAR(range);
     }

@@ -1,11 +1,11 @@
 /* Units whose modules show gathered parameters after their forward, as with torch's fully_shard.
  *
- * [Note: who stays] A unit that is not released after its forward shows its parameters until its backward is
- * done, reshard(), the end of its graph, or the next pass: a loss may read the head's weight after the
- * forward. A unit of several modules shows them from the forward of its first module until all its modules
- * have run, or until the outermost forward ends: the loss inside of that forward may read a weight whose
- * module it never calls. Then the backward comes to the outermost outputs first, and enters the unit there.
- */
+ * [Note: who stays] A loss may read the head's weight after the forward. So a unit that is not released after
+ * its forward shows its gathered parameters until its backward is done, reshard() is called, the graphs are
+ * dropped, or the next pass begins. A loss inside the outermost forward may read a weight whose module is
+ * never called. So a unit of several modules shows its parameters from the forward of its first module until
+ * all its modules have run, or until the outermost forward ends. If a module has not run, a hook on the
+ * outermost outputs gathers the unit for its backward. */
 #include "py/step/py_hooks_impl.h"
 
 bool

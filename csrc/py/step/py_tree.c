@@ -1,4 +1,4 @@
-/* fsdpc._C.Tree: the units of one root module in the order of a training step, and their trace. */
+/* fsdpc._C.Tree: the units of one root module in the order of a training step, and their recorded events. */
 #include "py/step/py_step.h"
 
 #include <string.h>
@@ -200,7 +200,7 @@ tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
     return 0;
 }
 
-/* After this call no unit belongs to this tree. */
+/* Detaches the units: after this call no unit belongs to this tree. */
 static void
 let_units_go(fsdpc_py_tree *self)
 {
@@ -216,10 +216,10 @@ let_units_go(fsdpc_py_tree *self)
 }
 
 /* Freeing waits for the GPU, up to a minute per stream, and the GPU may wait for a collective that
- * another thread has yet to issue. So the GIL is released, also under tp_clear and tp_dealloc: both
- * may run Python code in any case, and no second collection starts before the first one has ended.
- * Other threads wait at the gate, then find the tree closed; units that are in another tree by now
- * are not touched. */
+ * another thread has yet to issue. So the GIL is released, even in tp_clear and tp_dealloc. This is safe:
+ * tp_clear and tp_dealloc may run Python code anyway, and Python starts no second garbage collection during
+ * the first one. Other threads wait at the gate and then find the tree closed. Units that already belong to
+ * another tree are not touched. */
 static void
 free_core(fsdpc_py_tree *self)
 {
@@ -289,7 +289,7 @@ tree_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     if (!self) {
         return NULL;
     }
-    PyObject_GC_UnTrack(self); /* not visible to gc before it is complete */
+    PyObject_GC_UnTrack(self); /* hidden from gc until the object is complete */
     self->gate.late = close_now;
     self->backward.entered = self->backward.lingers = -1;
     if (parse_tree(self, args, keywords) < 0) {
@@ -355,7 +355,7 @@ tree_clear_trace(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-/* Enters the gate of an open tree, and checks again: the thread that used the tree may have closed it. */
+/* Enters the gate of an open tree, then checks again: the gate's previous user may have closed the tree. */
 static int
 use_open(fsdpc_py_tree *self, fsdpc_py_use *use)
 {
@@ -396,7 +396,7 @@ tree_forget(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-/* Returns the numbers of those of the listed units whose gradients share memory now. */
+/* Makes the listed units share gradient memory. Returns the numbers of the units that now share it. */
 static PyObject *
 share_grads(fsdpc_py_tree *self, PyObject *numbers)
 {
@@ -491,7 +491,7 @@ set_step_unit(fsdpc_py_tree *self, PyObject *value, void *closure)
     return 0;
 }
 
-/* Tells the other ranks what comes next: a parameter is trained, or, with `hook`, a communication hook. */
+/* Tells the other ranks that a parameter is trained from now on or, with `hook`, that this hook runs next. */
 static PyObject *
 tell(fsdpc_py_tree *self, const char *method, int unit, int param, const char *hook)
 {

@@ -1,6 +1,6 @@
-/* What a Tree reports: bytes, events, references, and calls of an observer.
+/* The reports of a Tree: bytes, events, references, and calls of an observer.
  *
- * Reports of failed allocations read these when memory is short, so each report takes little memory.
+ * Errors of failed allocations quote these reports when memory is short, so each report takes little memory.
  */
 #include "py/step/py_hooks_impl.h"
 

@@ -1,9 +1,9 @@
-/* unshard() and reshard(): the modules show gathered parameters without a forward, until reshard(), or
- * until the next pass begins, which gathers again: the values may be older than the optimizer's last step.
- */
+/* unshard() and reshard(): after unshard() the modules show gathered parameters without a forward, until
+ * reshard() or the next pass. A pass gathers again, because the values may be older than the optimizer's last
+ * step. */
 #include "py/step/py_hooks_impl.h"
 
-/* True if neither a pass nor a backward runs. */
+/* Returns true if neither a pass nor a backward runs. */
 static bool
 is_outside(const fsdpc_py_tree *tree)
 {
@@ -30,7 +30,7 @@ fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
         return NULL;
     }
     int status = FSDPC_OK;
-    for (int i = 0; outside && i < tree->count; i++) { /* all their values are dropped below */
+    for (int i = 0; outside && i < tree->count; i++) { /* the new pass drops all gathered values */
         if (fsdpc_py_end_stay(tree->units[i]) < 0) {
             return NULL;
         }
@@ -38,11 +38,11 @@ fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
     if (outside && fsdpc_py_detect_changes(self) < 0) {
         return NULL;
     }
-    fsdpc_py_touch(self); /* other units are not checked for writes, so a write is assumed */
+    fsdpc_py_touch(self); /* other units are not checked for writes, so assume a write */
     Py_BEGIN_ALLOW_THREADS
     if (outside) {
         status = fsdpc_tree_begin_forward(
-            tree->tree, true); /* begins a pass: this rank's master shards are final for the pass */
+            tree->tree, true); /* begins a pass with the master shards' present values */
     }
     if (status == FSDPC_OK) {
         status = fsdpc_tree_forward_enter(tree->tree, self->id);

@@ -1,14 +1,14 @@
-/* What a unit shows while it is gathered and while it is not.
+/* What a unit's modules and version counter show while the unit is gathered and while it is released.
  *
- * [Note: versions] All gathered tensors of a unit share one version counter of torch's, and autograd
- * refuses a saved tensor whose counter has moved. Here the counter says whose values the memory holds:
- * an even number while the unit is gathered, a new odd one each time it is released, and a new even
- * one when the optimizer has changed all parameters of the unit. So a backward that comes to a
- * saved weight while the unit is released, or after a step, ends in autograd's error ("modified by an
- * inplace operation") and never in a wrong gradient. Gathered values that are the shard itself stay readable.
+ * [Note: versions] All gathered tensors of a unit share one version counter of torch, and autograd refuses a
+ * saved tensor whose counter has changed. Here the counter tells which values the memory holds: it is an even
+ * number while the unit is gathered, a new odd number each time the unit is released, and a new even number
+ * after the optimizer has changed all parameters of the unit. So a backward that comes to a saved weight
+ * while the unit is released, or after a step, ends in autograd's error ("modified by an inplace operation")
+ * and never in a wrong gradient. If the gathered values are the shard itself, they stay readable.
  *
- * Without sharded parameters of the user's own to show (use_orig_params=False), the modules show a
- * stand-in while the unit is released: its shape can be read, its values cannot.
+ * If there are no sharded parameters of the user to show (use_orig_params=False), the modules show a stand-in
+ * while the unit is released: the stand-in's shape can be read, but not its values.
  */
 #include "py/step/py_hooks_impl.h"
 
@@ -33,7 +33,7 @@ read_version(const fsdpc_py_flat *flat)
     return value;
 }
 
-/* Values written into the gathered parameters never reach the shards, and other ranks may see them. */
+/* Raises StateError after a write to gathered values: it does not reach the shards, but maybe other ranks. */
 static int
 check_unwritten(const fsdpc_py_flat *flat, long found)
 {
@@ -62,8 +62,8 @@ put_version(const fsdpc_py_flat *flat, long version)
     return result ? 0 : -1;
 }
 
-/* Moves the counter from `found` to `version`. Where the optimizer steps between two passes, most moves are
- * by one or three: these are made as increments, which take torch a third of the time. */
+/* Sets the counter from `found` to `version`. If the optimizer steps between two passes, `version` is mostly
+ * one or three more. Then torch increments the counter, which takes a third of the time of setting it. */
 static int
 set_version(const fsdpc_py_flat *flat, long found, long version)
 {
@@ -80,7 +80,7 @@ set_version(const fsdpc_py_flat *flat, long found, long version)
     return result ? 0 : -1;
 }
 
-/* The next number that the counter has not had, odd or even. */
+/* Returns the next odd or even number that the counter has not had. */
 static long
 new_version(const fsdpc_py_flat *flat, bool odd)
 {
@@ -89,7 +89,7 @@ new_version(const fsdpc_py_flat *flat, bool odd)
     return top + 1 + ((top + 1) % 2 != odd);
 }
 
-/* Gives the counter a new odd number, also after a forbidden write; then the write's exception is raised. */
+/* Gives the counter a new odd number. After a forbidden write, also raises check_unwritten's exception. */
 static int
 close_values(fsdpc_py_flat *flat)
 {
@@ -110,7 +110,7 @@ close_values(fsdpc_py_flat *flat)
 static int
 call_on_values(fsdpc_py_flat *flat, bool gathered)
 {
-    flat->gathered = 0; /* also if the call fails */
+    flat->gathered = 0; /* stays 0 if the call fails */
     PyObject *result = PyObject_CallOneArg(flat->on_values, gathered ? Py_True : Py_False);
     if (!result) {
         return -1;
@@ -148,7 +148,7 @@ fsdpc_py_mark(fsdpc_py_flat *flat)
                     : close_values(flat);
 }
 
-/* Marks all units, whatever fails; the first failure is raised. */
+/* Marks all units, even if some fail. Raises the first failure. */
 int
 fsdpc_py_mark_all(fsdpc_py_tree *tree)
 {
@@ -170,9 +170,9 @@ fsdpc_py_mark_all(fsdpc_py_tree *tree)
     return 0;
 }
 
-/* Whether all parameters that were trained when versions were last recorded have been written to since: 1,
- * 0, or -1. Others do not count: their last write may be their initialisation. With `records` the versions
- * of the parameters that are trained now are recorded. */
+/* Returns whether every parameter that was trained when versions were last recorded has been written to
+ * since: 1, 0, or -1. Other parameters are ignored: their last write may be their initialisation. With
+ * `records`, the versions of the parameters that are trained now are recorded. */
 static int
 was_stepped(fsdpc_py_flat *flat, bool records)
 {
@@ -200,7 +200,7 @@ was_stepped(fsdpc_py_flat *flat, bool records)
     return trained > 0 && stepped == trained;
 }
 
-/* A step of only some parameters does not count: it may belong to another loss than the live graphs. */
+/* A step of only some parameters does not count: the step may be for another loss than the live graphs. */
 int
 fsdpc_py_detect_step(fsdpc_py_flat *flat, bool pass_begins)
 {
@@ -221,7 +221,7 @@ fsdpc_py_detect_step(fsdpc_py_flat *flat, bool pass_begins)
                : 0;
 }
 
-/* Whether the backward that runs makes a gradient of this parameter, or of any (-1). 1, 0, or -1. */
+/* Returns whether the current backward computes this parameter's gradient (`param` -1: any): 1, 0, or -1. */
 static int
 makes_grad(const fsdpc_py_flat *flat, int param)
 {
@@ -238,7 +238,7 @@ makes_grad(const fsdpc_py_flat *flat, int param)
     return result;
 }
 
-/* 1 if this backward makes the parameter's gradient or no gradient of the unit; else another loss uses it. */
+/* Returns 0 if this backward makes gradients of the unit, but not this parameter's; else 1, or -1. */
 static int
 uses_value(const fsdpc_py_flat *flat, int param)
 {

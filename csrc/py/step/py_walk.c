@@ -1,7 +1,7 @@
 /* Finds the tensors in a forward's inputs and outputs, and registers hooks on their autograd nodes.
  *
  * Containers may be nested to any depth and in cycles, and the code that `visit` calls may change a
- * container. So the walk opens every container once, and owns a reference to each pending value.
+ * container. So the walk opens every container only once, and owns a reference to each pending value.
  */
 #include "py/step/py_step.h"
 
@@ -18,7 +18,7 @@ struct pile {
 
 struct walk {
     struct pile ahead, opened;
-    PyObject *ids; /* a set of the addresses in `opened`; NULL up to FEW containers */
+    PyObject *ids; /* a set of the addresses in `opened`; NULL while these are at most FEW */
 };
 
 static void
@@ -40,7 +40,7 @@ pile_free(struct pile *pile)
     }
 }
 
-/* Steals the reference, even on failure. */
+/* Pushes `item` and steals the reference to it, even on failure. */
 static int
 pile_push(struct pile *pile, PyObject *item)
 {
@@ -94,7 +94,7 @@ make_ids(struct walk *walk)
     return walk->ids ? 0 : -1;
 }
 
-/* 1: opened now; 0: opened before; -1: exception. */
+/* Returns 1 if the container is opened now, 0 if it was opened before, -1 with an exception. */
 static int
 open_container(struct walk *walk, PyObject *container)
 {
@@ -133,7 +133,7 @@ push_items(struct walk *walk, PyObject *sequence)
     return 0;
 }
 
-/* Steals `list`, which may be NULL with an exception. */
+/* Pushes the items of `list`, which may be NULL with an exception, and steals the reference to `list`. */
 static int
 push_list(struct walk *walk, PyObject *list)
 {
@@ -239,8 +239,8 @@ fsdpc_py_walk(fsdpc_py_tree *tree, PyObject *value, fsdpc_py_visit visit, void *
 }
 
 /* Sets `_backward_hooks` of the tensor to a dictionary with `argument` as key and value, as
- * Tensor.register_hook does. Setting the dictionary takes a third of the time of a pre-hook on the node,
- * which Python code registers. 1: set; 0: the tensor already has such a dictionary. */
+ * Tensor.register_hook does. This takes a third of the time of the node's register_prehook, which is Python
+ * code. Returns 1 if the dictionary was set, 0 if the tensor already has one. */
 static int
 put_hook_dict(PyObject *tensor, PyObject *node, PyObject *argument)
 {
@@ -282,7 +282,7 @@ fsdpc_py_watch_node(fsdpc_py_tree *Py_UNUSED(tree), PyObject *tensor, void *argu
     return put;
 }
 
-/* *out: the sequence number of the tensor's autograd node, larger for later nodes; -1 without a node. */
+/* Sets *out to the sequence number of the tensor's node, larger for later nodes, or to -1 without a node. */
 static int
 node_number(PyObject *tensor, long long *out)
 {
@@ -301,7 +301,7 @@ node_number(PyObject *tensor, long long *out)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* A visitor: *argument (long long) becomes the largest sequence number among the tensors' nodes. */
+/* A visitor: *argument (a long long) becomes the largest sequence number among the tensors' nodes. */
 static int
 newest_node(fsdpc_py_tree *Py_UNUSED(tree), PyObject *tensor, void *argument)
 {
@@ -314,8 +314,8 @@ newest_node(fsdpc_py_tree *Py_UNUSED(tree), PyObject *tensor, void *argument)
 }
 
 /* An in-place operation on an output that is a view removes the view's node from the graph, but not the
- * node of the view's base. So the base is watched as well, unless its node is older than the inputs'
- * nodes: then the output is a view of an input. */
+ * node of the view's base. So the base's node gets the hook as well. A base whose node is older than the
+ * inputs' nodes gets none: then the output is a view of an input. */
 static int
 hook_base(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
 {
@@ -336,7 +336,7 @@ hook_base(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
     return result;
 }
 
-/* 1 if the tensor is an input that forward returned unchanged: then its node is not the unit's. */
+/* Returns 1 if the tensor is an input that forward returned unchanged, so that its node is not the unit's. */
 static int
 is_input(const fsdpc_py_tree *tree, PyObject *tensor)
 {
@@ -390,8 +390,8 @@ address_lies_in(fsdpc_py_tree *Py_UNUSED(tree), PyObject *tensor, void *argument
     return contains(argument, data);
 }
 
-/* A tensor without an address (meta, sparse) is not in the unit's range, unless the tensor is a wrapper of
- * torch.func: then the wrapped tensors may be. */
+/* A tensor without an address (meta, sparse) is not in the unit's range. A wrapper of torch.func has no
+ * address either, but the tensors that it wraps may be in the unit's range. */
 int
 fsdpc_py_lies_in(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
 {

@@ -1,13 +1,13 @@
-/* What users do to the parameters and gradients that the optimizer sees, outside of a step.
+/* Detects what users do, outside of a step, to the parameters and gradients that the optimizer sees.
  *
- * A parameter that points at other memory (p.data = ...), or whose entry in its module was
- * replaced, is detected when the next pass begins; Python then takes the values over
+ * A parameter that points at other memory (p.data = ...), or whose entry in its module was replaced, is
+ * detected when the next pass begins; Python then takes the parameter's values over
  * (fsdpc/_engine/writeback.py).
  *
- * [Note: negative zeros] After no_sync a gradient of zeros stands for what waits on this rank.
- * zero_grad(set_to_none=False) on it must discard that, but leaves zeros as well. So the zeros that
- * the engine shows are negative: scaling and clipping keep their sign, zero_() does not. A part
- * without elements has no sign and is treated as the rest of its unit.
+ * [Note: negative zeros] After no_sync, .grad is a tensor of zeros that stands for the gradients kept on this
+ * rank. zero_grad(set_to_none=False) must discard these gradients, but it leaves zeros as well. So the zeros
+ * that the engine shows are negative: scaling and clipping keep the sign, zero_() does not. A gradient
+ * without elements has no sign and is treated like the rest of its unit.
  */
 #include "py/step/py_step.h"
 
@@ -84,8 +84,8 @@ fsdpc_py_detect_changes(fsdpc_py_flat *flat)
     return fsdpc_py_call(flat->on_changed) < 0 ? -1 : 1;
 }
 
-/* replace_param(number, param): another object stands for the number-th sharded parameter from now on,
- * over the same memory. */
+/* replace_param(number, param): from now on `param`, an object over the same memory, stands for the sharded
+ * parameter with this number. */
 PyObject *
 fsdpc_py_flat_replace_param(fsdpc_py_flat *self, PyObject *args)
 {
@@ -175,8 +175,8 @@ fsdpc_py_note_waiting(fsdpc_py_flat *flat)
     return 0;
 }
 
-/* grad.any() or grad.signbit().any(): torch reads its own memory, on a GPU by a host sync. So this is called
- * only where the user wrote into a gradient between two backwards of no_sync. */
+/* Returns the truth of tensor.any(). On a GPU that is a host sync, so this function is called only if the
+ * user wrote into a gradient between two backwards of no_sync. */
 static int
 has_any(PyObject *tensor)
 {
@@ -208,8 +208,8 @@ has_elements(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
     return length > 0;
 }
 
-/* Whether the user wrote zeros into the gradient since the last backward; `empty`: what holds for a part
- * without elements. */
+/* Returns whether the user wrote zeros into the gradient since the last backward. `empty`: the result for a
+ * gradient without elements. */
 static int
 was_zeroed(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded, bool empty)
 {
@@ -230,7 +230,7 @@ drop_if_zeroed(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded, bool empty)
     return zeroed;
 }
 
-/* See [Note: negative zeros]. */
+/* Examines gradients without elements last, because the rest of the unit decides: [Note: negative zeros]. */
 int
 fsdpc_py_drop_zeroed(fsdpc_py_flat *flat)
 {

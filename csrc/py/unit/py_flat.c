@@ -1,4 +1,4 @@
-/* Strings, and the questions that many files ask of a unit. */
+/* Interned strings, and functions about a unit that many files call. */
 #include "py/unit/py_flat.h"
 
 fsdpc_py_names fsdpc_py_name;

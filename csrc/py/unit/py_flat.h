@@ -1,61 +1,68 @@
-/* The objects behind FlatParameter (one unit) and Tree (the order of a step), the thread that uses them,
- * and a unit's memory and values. What happens to them in a step, and their types: py/step/py_step.h.
- */
+/* The structs of FlatParameter (one unit) and Tree (the order of a step), the gate for the thread that uses
+ * them, and functions for a unit's memory and values. py/step/py_step.h declares their types and what happens
+ * in a step. */
 #ifndef FSDPC_PY_FLAT_H
 #define FSDPC_PY_FLAT_H
 
 #include "py/base/py.h"
 #include "tree/tree.h"
 
-/* The thread that uses a unit or a tree; see py_gate.c. */
+/* The gate of a unit or a tree, which records the thread that uses the unit or tree; see py_gate.c. */
 typedef struct fsdpc_py_gate {
     unsigned long thread;
-    int depth;                      /* nested entries of that thread */
-    void (*late)(PyObject *object); /* does what was put off until the last exit */
+    int depth; /* how many uses `thread` has begun and not ended; 0: the gate is free */
+    void (*late)(PyObject *object); /* does the work that was deferred while the gate was in use */
 } fsdpc_py_gate;
 
-/* A place where a parameter is registered: dict[key] is `full` while gathered for use, else
- * `stand_in` (may be NULL) while a forward of the model runs, else `sharded`. */
+/* A module's entry for a parameter. dict[key] is `full` while the parameter is gathered for use. At other
+ * times it is `stand_in` (if not NULL) while a forward of the model runs, and `sharded` otherwise. */
 typedef struct fsdpc_py_site {
     PyObject *dict, *key, *full, *sharded, *stand_in;
 } fsdpc_py_site;
 
-/* A parameter that the optimizer sees, and which of the unit's parameters it covers. */
+/* A sharded parameter, as the optimizer sees it. It holds this rank's part of the unit's parameters whose
+ * numbers are in `covers`: of one parameter, or of several if it is a flat parameter. */
 typedef struct fsdpc_py_sharded {
     PyObject *param, *grad; /* grad: the tensor over the shard gradient, or NULL (frozen) */
-    PyObject *shown;        /* what param.grad is: `grad`, or a DTensor around that tensor */
-    PyObject *dict, *key;   /* where a flat parameter stands in its module, or NULL */
-    PyObject *alias; /* another tensor over that memory: the user may point `grad` elsewhere */
+    PyObject *shown;        /* the object in param.grad: `grad`, or a DTensor around `grad` */
+    /* dict[key] is the flat parameter's entry in its module. Both are NULL for other parameters. */
+    PyObject *dict, *key;
+    /* A second tensor over the shard gradient, for the case that the user sets grad.data. */
+    PyObject *alias;
     const void *grad_data, *param_data;
-    long param_version; /* of `param`, when last recorded; -1: the parameter was not trained then */
-    long version;       /* version of `grad` when the last backward ended, if `waits` */
-    long broken;        /* version of `grad` when the last backward failed; -1: not noted */
-    uint64_t
-        without_optimizers; /* a state of param's dictionary without backward optimizers, or 0 */
-    bool touched;           /* by the user since the last backward failed */
-    bool waits;             /* `grad` stands for gradients that wait on this rank (no_sync) */
+    /* The next three are counts of writes, by autograd's version counters. param_version: writes to `param`
+     * when was_stepped last recorded them; -1: `param` was frozen then. version: if `waits`, writes to
+     * `shown` when the last backward ended. broken: writes to `shown` when the last backward failed; -1: not
+     * noted. */
+    long param_version;
+    long version;
+    long broken;
+    /* The last state_of(param.__dict__) at which the dictionary held no backward optimizers, or 0. */
+    uint64_t without_optimizers;
+    bool touched; /* the user has changed .grad since the last backward failed */
+    bool waits;   /* `grad` stands for gradients that no_sync has kept on this rank */
     int *covers;
     int cover_count;
     bool requires_grad; /* when last read */
-    bool holds_nothing; /* other ranks hold the parameter's elements */
-    bool strided;       /* `grad` is not row-major: the parameter is cut along a later dimension */
-    bool cleared;       /* .grad was None when this backward prepared the gradients */
+    bool holds_nothing; /* all elements of the parameter are on other ranks */
+    bool strided; /* `grad` is not row-major: the parameter is cut along dimension 1 or later */
+    bool cleared; /* .grad was None when this backward prepared the gradients */
 } fsdpc_py_sharded;
 
-/* What a unit has done in the backward in progress: fsdpc_py_forget_backward empties this record afterwards.
- * The phases are in csrc/py/README.md. */
+/* What a unit has done in the backward in progress; fsdpc_py_forget_backward empties this record afterwards.
+ * csrc/py/README.md describes the phases. */
 typedef struct fsdpc_py_backward {
     bool entered;   /* the unit was gathered for this backward */
-    bool unwatched; /* the backward has reached a forward whose inputs are not watched */
+    bool unwatched; /* the backward has reached outputs of a forward whose inputs have no hooks */
     bool complete;  /* all gradients have arrived, but the values are still needed */
     bool prepared;  /* fsdpc_py_prepare_grads has run */
-    int open_calls; /* forwards: their outputs are reached, but not all their watched inputs */
+    int open_calls; /* number of forwards whose outputs are reached, but not all watched inputs */
     int arrived_count;
 } fsdpc_py_backward;
 
 /* What the ranks do with the gradients of a backward when it ends. */
 enum fsdpc_py_backward_kind {
-    FSDPC_BACKWARD_KEEPS, /* nothing: all units keep theirs (no_sync) */
+    FSDPC_BACKWARD_KEEPS, /* nothing: all units keep their gradients (no_sync) */
     FSDPC_BACKWARD_SUMS,  /* some unit's gradients are summed over the ranks */
     FSDPC_BACKWARD_LOCAL  /* nothing: the backward is a part of a forward, see py_hooks_begin.c */
 };
@@ -63,20 +70,24 @@ enum fsdpc_py_backward_kind {
 typedef struct fsdpc_py_flat {
     PyObject_HEAD
     fsdpc_unit *unit;
-    PyObject *shard_comm, *replicate_comm; /* kept alive; replicate_comm may be NULL */
-    struct fsdpc_py_tree *tree;            /* strong; NULL while unattached */
+    PyObject *shard_comm, *replicate_comm; /* owned; replicate_comm may be NULL */
+    struct fsdpc_py_tree *tree;            /* owned; NULL while the unit has no tree */
     bool own_tree;                         /* the tree was made by fsdpc._probe.gather() */
     int id;
     fsdpc_py_gate gate;
-    bool unbinds; /* unbind() waits until the unit is not in use */
+    bool unbinds; /* the unit was in use when it was to be unbound; it is unbound after that use */
     PyObject *on_unattached, *after_backward;
-    PyObject *on_changed;   /* takes over parameters that the user changed */
-    PyObject *on_kept;      /* moves cleared gradients that the program keeps to other memory */
-    PyObject *on_moved;     /* makes new tensors over gradients that have another address */
-    PyObject *on_values;    /* of a foreign unit: makes the gathered values, or drops them */
-    PyObject *comm_hook;    /* sums the gradients over the ranks instead of the engine, or NULL */
+    /* Callables, or NULL. on_changed copies the values of parameters that the user has moved or replaced into
+     * the shard. on_kept copies gradients that the user has cleared, but still holds, to new memory. on_moved
+     * makes new gradient tensors after the shard gradient has got another address. on_values belongs to a
+     * foreign unit: it makes the gathered values (called with True) or drops them (with False). */
+    PyObject *on_changed;
+    PyObject *on_kept;
+    PyObject *on_moved;
+    PyObject *on_values;
+    PyObject *comm_hook;    /* replaces the engine's sum of the gradients over the ranks, or NULL */
     PyObject **full;        /* per parameter: the gathered tensor, or NULL */
-    const void **full_data; /* per parameter: where that tensor lay when it was bound */
+    const void **full_data; /* per parameter: the address of that tensor when it was bound */
     fsdpc_py_site *sites;
     int site_count;
     fsdpc_py_sharded *sharded;
@@ -85,52 +96,53 @@ typedef struct fsdpc_py_flat {
     fsdpc_tensor *grads;
     fsdpc_py_view *views;
     PyObject **held;
-    int installed; /* number of users that need the gathered tensors in the modules */
-    bool in_pass;  /* a forward of the model runs: sites show stand-ins, not sharded parameters */
+    int installed; /* calls of fsdpc_py_install that have not been undone */
+    bool in_pass;  /* a forward of the model runs, so sites show stand-ins in place of `sharded` */
     /* Sites show the gathered tensors whenever the unit is gathered, whatever `installed` is. */
     bool by_gather;
-    /* See [Note: versions] in py_versions.c. */
-    /* Tuples of a tensor that shares the gathered tensors' version counter: with that tensor once, and three
-     * times. */
+    /* Two tuples of a tensor that shares the version counter of the gathered tensors: `versions` has the
+     * tensor once, `versions_thrice` three times. See [Note: versions] in py_versions.c. */
     PyObject *versions, *versions_thrice;
-    bool marked;       /* modules and versions say that the unit is gathered */
+    bool marked;       /* fsdpc_py_mark has seen the unit gathered, and not released since */
     bool foreign;      /* the parameters' values are not in the unit's memory */
-    uint64_t gathered; /* fsdpc_unit_gathers of the values that on_values made; 0: none */
+    uint64_t gathered; /* number of the gather for which on_values made the values; 0: no values */
     long gathered_version, released_version;
-    long writes;      /* to the sharded parameters, as counted at the last fsdpc_py_was_touched */
-    bool unsharded;   /* by unshard(): the modules show gathered parameters without a forward */
+    long writes;      /* writes to the sharded parameters, as of the last fsdpc_py_was_touched */
+    bool unsharded;   /* set by unshard(): modules show gathered parameters without a forward */
     bool stays;       /* the modules show gathered parameters after a forward: see py_stay.c */
     int members_left; /* how many of the unit's modules have yet to run in this pass */
-    bool
-        lent; /* modules have shown gathered tensors outside of forwards, which the program may hold */
+    /* The program may hold gathered tensors, because modules have shown them outside of forwards. */
+    bool lent;
     bool full_dtensors; /* some of `full` are DTensors of tensor parallelism */
     bool dtensors;      /* the optimizer sees DTensors around this rank's rows */
-    PyObject *row_dims; /* bytes: the dimension along which each parameter is cut; NULL: all 0 */
-    bool shown;         /* the modules show full values of the user: passes leave them there */
-    bool observed;      /* the user has backward hooks on the unit's modules */
-    bool graphless;     /* its last forward made no graph */
-    /* How many passes that began with this unit have a graph to which a backward may come. Backwards that
-     * free graphs end an `era`, whose hooks no longer count. */
+    PyObject *row_dims; /* bytes: each parameter's sharded dimension; NULL: dimension 0 for all */
+    bool shown;     /* modules show values of summon_full_params; passes change no module then */
+    bool observed;  /* the user has backward hooks on the unit's modules */
+    bool graphless; /* the unit's last forward made no graph */
+    /* How many passes that began with this unit have a graph to which a backward may come. A backward that
+     * frees graphs begins a new `era`; hooks of earlier eras are not counted. */
     int graphs;
     uint64_t era;
-    bool reentrant; /* see [Note: backwards inside a backward] in py_hooks_backward.c */
+    /* True if the unit's last gradient ever arrived in a backward inside the backward that entered the unit:
+     * see [Note: backwards inside a backward] in py_hooks_backward.c. */
+    bool reentrant;
     /* Which gathered tensors have a gradient hook: those of the module that runs first in forward,
      * whose gradients come last, or all (see [Note: watched parameters] in py_hooks_backward.c). */
     int *watched;
     int watched_count;
     bool watch_all;
     uint8_t *hooked;            /* per parameter: its gathered tensor has a gradient hook */
-    struct fsdpc_py_hook *call; /* the forward in progress, see py_hooks_impl.h; owned */
+    struct fsdpc_py_hook *call; /* owned: record of the forward in progress, see py_hooks_impl.h */
     fsdpc_py_backward backward;
     /* The next members are about the backward in progress, or about the last one. */
-    bool withheld;       /* fsdpc_unit_withholds when the backward began */
-    bool hold_installed; /* the backward's hold counts in `installed` */
-    bool collected;      /* `grads` and `held` are filled */
-    bool incomplete;     /* the last backward left parameters without gradient */
+    bool withheld;       /* the backward began under no_sync (fsdpc_unit_withholds) */
+    bool hold_installed; /* a backward holds the unit, and `installed` counts this hold */
+    bool collected;      /* `grads` and `held` hold the gradients */
+    bool incomplete;     /* the last backward left parameters without a gradient */
     long task;           /* torch's number of the backward that entered the unit last */
-    uint64_t closed;     /* number of the last backward that ended at the unit's inputs */
-    uint64_t
-        earlier; /* number of the earlier tree's last backward, from which the next tree counts */
+    uint64_t closed;     /* number of the last backward that has left or passed the unit's graph */
+    /* Number of the last backward of the tree that the unit had before; a new tree counts on from there. */
+    uint64_t earlier;
     uint8_t *arrived; /* per parameter: its gradient has arrived; see backward.arrived_count */
     int expected;     /* how many parameters are trained */
 } fsdpc_py_flat;
@@ -141,45 +153,46 @@ typedef struct fsdpc_py_tree {
     fsdpc_py_flat **units; /* strong */
     int count;
     fsdpc_py_gate gate;
-    bool closes;    /* close() waits until the tree is not in use */
-    bool late_work; /* the tree or a unit has put something off until the tree is not in use */
-    bool thaws;     /* on_thaw runs, and may detach the units */
+    bool closes; /* close() was called while the tree was in use; the tree closes after that use */
+    bool late_work; /* `closes`, or `unbinds` of a unit, was set: see finish_tree in py_gate.c */
+    bool thaws;     /* true while on_thaw runs, which may detach the units */
     int forward_depth;
     bool recompute; /* the outermost forward in progress runs inside a backward */
     bool poison;    /* see fsdpc_tree_options */
     struct {
         uint64_t number;
         enum fsdpc_py_backward_kind kind;
-        PyObject *end_pending; /* its end hook; borrowed, NULL: none */
-        bool twice;            /* it makes a graph for a second backward */
-        bool makes_graph;      /* torch's answer, asked for the task and the backward below: */
+        PyObject *end_pending; /* the end hook of this backward; borrowed, NULL: none */
+        bool twice;            /* this backward makes a graph for a second backward */
+        bool makes_graph;      /* torch's answer: graph task `asked_task` makes a graph */
         long asked_task;
         uint64_t asked_number;
-        int entered;       /* the unit that it has entered last; -1: none */
-        int lingers;       /* the unit that is complete and held until another is entered, or -1 */
-        bool entered_done; /* the gradients of that unit are complete, and sent if they were due */
-    } backward;            /* in progress, or the last one */
-    uint32_t passes;       /* outermost passes that have begun */
+        int entered;       /* the unit that the backward entered last; -1: none */
+        int lingers;       /* complete unit, held until another unit is entered; -1: none */
+        bool entered_done; /* the gradients of unit `entered` are complete, and sent if due */
+    } backward;            /* the backward in progress, or the last one */
+    uint32_t passes;       /* number of outermost passes that have begun */
     bool outer_grad;       /* the outermost forward began with gradients enabled */
     PyObject *grad_enabled, *graph_task, *keeps_graph, *queue_callback; /* torch's functions */
     PyObject *makes_grads; /* see fsdpc/_engine/interop.py */
-    PyObject *listeners;   /* calls the hooks of a list of parameters */
+    PyObject *listeners;   /* a callable that calls the hooks of a list of parameters */
     PyObject *set_versions, *increment_versions, *alias_inputs,
         *copy_outputs; /* see fsdpc/_engine/interop.py */
     PyObject *
-        nodes; /* torch's pytree nodes by type; these and the functions above: NULL without torch */
-    /* transforms_active: whether torch.func transforms what runs. inner_tensors: the tensors inside of a
-     * transformed output. refuse_export: raises while torch.export runs. */
-    PyObject *profiler, *record; /* a dictionary with torch's flag, and the class of ranges */
+        nodes; /* torch's dictionary of pytree nodes by type; NULL without torch, as are the above */
+    /* A dictionary that tells if a profiler runs, and the class torch.profiler.record_function. */
+    PyObject *profiler, *record;
+    /* transforms_active: returns whether a transform of torch.func is active. inner_tensors: returns the
+     * tensors inside of a transformed output. refuse_export: raises while torch.export runs. */
     PyObject *transforms_active, *inner_tensors, *refuse_export;
     PyObject *tensor_type;
-    PyObject
-        *before_pass;  /* called when the next pass with gradients begins, again if it has raised */
-    PyObject *on_thaw; /* makes memory for gradients of parameters that are not frozen any more */
+    /* Called when a pass with gradients begins, until one call has succeeded. */
+    PyObject *before_pass;
+    PyObject *on_thaw;    /* allocates gradients of parameters that are no longer frozen */
     PyObject *step_unit;  /* called with a unit's number when its gradient is summed */
     PyObject *before_end; /* called when a synchronised backward has nothing more to send */
-    PyObject *observer;   /* called after each hook, for memory profiles; mostly NULL */
-    /* Borrowed while outputs are walked: what the forward was given, and the hook that watches it. */
+    PyObject *observer;   /* called after each hook, for memory profiles; usually NULL */
+    /* Borrowed while outputs are walked: the inputs of the forward, and the hook that watches them. */
     PyObject *inputs, *input_hook;
 } fsdpc_py_tree;
 
@@ -193,37 +206,39 @@ extern fsdpc_py_names fsdpc_py_name;
 
 /* --- py_flat.c ------------------------------------------------------------------------------- */
 
-/* Notes that the program writes the unit's values: see fsdpc_tree_touch. */
+/* Call this if the program may have written the unit's values since the last pass: see fsdpc_tree_touch. */
 void fsdpc_py_touch(const fsdpc_py_flat *flat);
-/* The result of a call in which the ranks have read or written the unit's values together: they have met. */
+/* Ends a collective call of the unit's ranks. Returns None if `status` is FSDPC_OK, after a call of
+ * fsdpc_tree_meet; else raises the exception for `status` and returns NULL. */
 PyObject *fsdpc_py_met(const fsdpc_py_flat *flat, int status);
 
 int fsdpc_py_make_names(void);
 
-/* 0, or -1 with TypeError. Borrowed. */
+/* Sets *out to the unit of `object`, a borrowed reference. Returns 0, or -1 with TypeError. */
 int fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out);
 
-/* The tensor with this rank's memory behind a parameter or gradient that the optimizer sees: the tensor
- * itself, or what a DTensor wraps. New reference, NULL with an exception. */
+/* Returns the tensor with this rank's memory of a parameter or gradient that the optimizer sees: the local
+ * tensor of a DTensor, or the tensor itself. A new reference, or NULL with an exception. */
 PyObject *fsdpc_py_local(const fsdpc_py_flat *flat, PyObject *tensor);
-/* The same for any object: plain tensors and DTensors. */
+/* Returns the local tensor of any DTensor, and every other tensor itself. The reference is new. */
 PyObject *fsdpc_py_any_local(PyObject *tensor);
-/* The same for a gathered parameter or its gradient: only those of tensor parallelism are DTensors. */
+/* Returns what fsdpc_py_any_local returns, for a gathered parameter or its gradient. Only tensor parallelism
+ * makes these DTensors. */
 PyObject *fsdpc_py_full_local(const fsdpc_py_flat *flat, PyObject *tensor);
-/* Address of the first element of a gathered parameter. 0, or -1 with an exception. */
+/* Sets *out to the address of a gathered parameter's first element. Returns 0, or -1 with an exception. */
 int fsdpc_py_full_data(const fsdpc_py_flat *flat, int param, const void **out);
 /* py_places.c: places(), at_places(). */
 extern PyMethodDef fsdpc_py_places_methods[];
-/* Address of the first element of fsdpc_py_local's tensor. 0, or -1 with an exception. */
+/* Sets *out to the address of the first element of fsdpc_py_local's tensor. 0, or -1 with an exception. */
 int fsdpc_py_local_data(const fsdpc_py_flat *flat, PyObject *tensor, const void **out);
-/* How many writes autograd has counted, to the tensor and to what the tensor wraps; -1 with an exception. */
+/* Returns how many writes autograd has counted to the tensor and its local tensor; -1 with an exception. */
 long fsdpc_py_local_version(const fsdpc_py_flat *flat, PyObject *tensor);
 
-/* A parameter's number from Python; IndexError names the unit. */
+/* Reads a parameter's number from Python. Returns 0, or -1 with IndexError, whose text names the unit. */
 int fsdpc_py_flat_index(const fsdpc_py_flat *self, PyObject *object, int *out);
 
-/* The devices of the tensors that torch computes with (gathered values and their gradients), and of those
- * that the optimizer sees. */
+/* Return the device of the tensors that torch computes with (gathered values and their gradients), and the
+ * device of the tensors that the optimizer sees. */
 fsdpc_py_device fsdpc_py_full_device(const fsdpc_py_flat *flat);
 fsdpc_py_device fsdpc_py_own_device(const fsdpc_py_flat *flat);
 /* See fsdpc_py_enter_device. */
@@ -231,34 +246,36 @@ int fsdpc_py_enter(const fsdpc_py_flat *flat);
 
 /* --- py_gate.c ------------------------------------------------------------------------------- */
 
-/* What a thread uses: a reference to each member, which may be NULL. */
+/* The unit and the tree that a thread uses. The references are owned; each may be NULL. */
 typedef struct fsdpc_py_use {
     fsdpc_py_flat *flat;
     fsdpc_py_tree *tree;
 } fsdpc_py_use;
 
-/* To be called before the core: waits, with a deadline, until no other thread uses the unit (and
- * its tree), or the tree. StateError. Each use must be ended by fsdpc_py_end_use. */
+/* Call one of these functions before you call the core. fsdpc_py_use_flat waits until no other thread uses
+ * the unit or its tree, fsdpc_py_use_tree until no other thread uses the tree. Both raise StateError at a
+ * deadline. Each use must be ended by fsdpc_py_end_use. */
 int fsdpc_py_use_flat(fsdpc_py_flat *flat, fsdpc_py_use *use);
 int fsdpc_py_use_tree(fsdpc_py_tree *tree, fsdpc_py_use *use);
-/* Does what was put off while the unit or tree was in use, by the gates' `late`. Keeps the
- * exception that is set. */
+/* Ends a use. When the last use ends, calls the gates' `late` for the work that was deferred meanwhile. Keeps
+ * the exception that is set. */
 void fsdpc_py_end_use(fsdpc_py_use *use);
-/* Enter and leave the gate of the unit alone, without a wait or a reference. StateError if it is shut. */
+/* Enter and leave only the unit's gate, without a wait or a reference. StateError if another thread is in. */
 int fsdpc_py_try_flat(fsdpc_py_flat *flat);
 void fsdpc_py_leave_flat(fsdpc_py_flat *flat);
-/* Around freeing a tree that is not in use: other threads wait at the gates of the tree and its units.
- * Neither takes a reference; fsdpc_py_reopen_tree does what was put off for units meanwhile. */
+/* Call these before and after freeing a tree that is not in use: in between, other threads wait at the gates
+ * of the tree and its units. Neither takes a reference. fsdpc_py_reopen_tree also does the deferred work. */
 void fsdpc_py_shut_tree(fsdpc_py_tree *tree);
 void fsdpc_py_reopen_tree(fsdpc_py_tree *tree);
-/* True if a thread, perhaps this one, uses the unit or the tree. */
+/* Return true if a thread, perhaps this one, uses the unit or the tree. */
 bool fsdpc_py_flat_in_use(const fsdpc_py_flat *flat);
 bool fsdpc_py_tree_in_use(const fsdpc_py_tree *tree);
 
 /* --- py_flat_values.c ------------------------------------------------------------------------ */
 
-/* *side: whether a tensor is in the memory of the unit's device or the host's, an enum fsdpc_memory_kind; -1
- * before the first. All tensors of one call are on one side. 0, or -1 with BufferError or ValueError. */
+/* Sets *side, an enum fsdpc_memory_kind, to the memory of a tensor: the unit's device or the host. *side must
+ * be -1 before the first tensor. ValueError if a later tensor lies in the other memory. Returns 0, or -1 with
+ * an exception. */
 int fsdpc_py_side(const fsdpc_py_flat *flat, const fsdpc_py_view *view, int *side);
 
 /* --- methods of FlatParameter ---------------------------------------------------------------- */

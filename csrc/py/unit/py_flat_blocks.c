@@ -1,4 +1,4 @@
-/* Blocks of parameters in and out of a flat parameter: the SHARDED form of state dicts. See
+/* Reads and writes blocks of a flat parameter's parameters, as SHARDED state dicts have them. See
  * fsdpc_unit_read_blocks.
  */
 #define PY_SSIZE_T_CLEAN
@@ -6,14 +6,14 @@
 
 #include "base/mem.h"
 
-/* One entry per parameter of the unit; `held` views must be released. */
+/* The blocks of one call, one per parameter of the unit. The first `held` views must be released. */
 typedef struct blocks {
     int64_t *block;
     void **data;
     fsdpc_py_view *views;
     int held;
     int side;    /* see fsdpc_py_side */
-    bool writes; /* into the tensors */
+    bool writes; /* the call writes to the tensors */
 } blocks;
 
 static void
@@ -55,7 +55,7 @@ take_tensor(const fsdpc_py_flat *self, int i, PyObject *tensor, blocks *all)
     return fsdpc_py_side(self, view, &all->side);
 }
 
-/* blocks[i] 0: parameter i is skipped, and its tensor is None. */
+/* Fills `all` from two tuples. Parameter i is skipped if numbers[i] is 0 and tensors[i] is None. */
 static int
 fill(const fsdpc_py_flat *self, PyObject *numbers, PyObject *tensors, blocks *all)
 {

@@ -1,5 +1,5 @@
-/* Whole parameters and gradients of a unit, taken from tensors and put into them; norm and scaling of
- * this rank's part.
+/* Copies whole parameters and gradients of a unit from and to tensors, and computes the norm of this rank's
+ * gradients and scales them.
  */
 #include "py/unit/py_flat.h"
 

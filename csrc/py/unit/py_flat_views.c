@@ -15,7 +15,7 @@ capsule(fsdpc_py_flat *self, void *data, fsdpc_dtype dtype, int64_t length)
                                   (PyObject *)self);
 }
 
-/* ValueError for a frozen segment: only trainable segments have memory for gradients. */
+/* Raises ValueError for a frozen segment: only trainable segments have memory for gradients. */
 static int
 check_trainable(const fsdpc_py_flat *self, int segment)
 {
@@ -55,7 +55,7 @@ fsdpc_py_flat_grad_part(fsdpc_py_flat *self, PyObject *index)
     return capsule(self, data, fsdpc_unit_grad_dtype(self->unit, i), length);
 }
 
-/* Raises StateError for a foreign unit, whose gathered values are not in the engine's memory. 0, or -1. */
+/* Raises StateError for a foreign unit: the engine has no memory for its gathered values. 0, or -1. */
 static int
 refuse_foreign(const fsdpc_py_flat *self)
 {
@@ -164,14 +164,14 @@ numpy_type(fsdpc_dtype dtype)
         return NPY_FLOAT64;
     case FSDPC_F16:
         return NPY_FLOAT16;
-    case FSDPC_BF16: /* NumPy has no bfloat16: the bits */
+    case FSDPC_BF16: /* NumPy has no bfloat16: the array has the bits */
         return NPY_UINT16;
     default:
         return NPY_UINT8;
     }
 }
 
-/* A NumPy array over memory of the unit. The array keeps the unit alive. */
+/* Returns a NumPy array over memory of the unit. The array keeps the unit alive. */
 static PyObject *
 host_view(fsdpc_py_flat *self, void *data, fsdpc_dtype dtype, int64_t numel)
 {

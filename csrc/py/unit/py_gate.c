@@ -1,13 +1,13 @@
-/* Which thread uses a unit or a tree: one at a time, and what a thread uses is not freed.
+/* Gates: one thread at a time uses a unit or a tree, and nothing is freed while a thread uses it.
  *
- * The core is single-threaded, and its calls release the GIL. So each method and hook that calls
- * the core enters the gate of its unit and, where the unit has one, its tree. The same thread may
- * enter again (a hook calls Python, which calls a method); another thread waits, with a deadline.
- * What would free things in use is put off until the last exit, and then done by the gate's
- * function `late`.
+ * The core is single-threaded, and its calls release the GIL. So each method and hook that calls the core
+ * enters the gate of its unit and, if the unit has a tree, the tree's gate. The same thread may enter
+ * again (a hook calls Python, which calls a method); another thread waits, with a deadline. A call that
+ * would free something in use is deferred until the last exit; then the gate's function `late` does the
+ * work.
  *
- * A callback of a collective and a signal handler run in the middle of a core call: every gate
- * refuses them.
+ * A callback of a collective and a signal handler run in the middle of a core call, so every gate refuses
+ * them.
  *
  * Gates are read and written under the GIL only.
  */
@@ -19,7 +19,7 @@
 enum { NESTED_S = 5 };
 #define LONGEST_NAP_NS 2000000
 
-static _Thread_local int inside; /* gates that this thread has entered and not left */
+static _Thread_local int inside; /* number of uses that this thread has begun and not ended */
 
 static bool
 is_shut(const fsdpc_py_gate *gate)
@@ -51,7 +51,7 @@ now_s(void)
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
-/* Seconds to wait. A thread inside another unit may be what the other thread waits for: its wait is short. */
+/* Returns how long to wait. A thread inside another unit waits less: others may wait for that unit. */
 static double
 patience(const fsdpc_unit *unit)
 {
@@ -113,7 +113,7 @@ fsdpc_py_use_flat(fsdpc_py_flat *flat, fsdpc_py_use *use)
     if (check_outside(fsdpc_unit_name(flat->unit)) < 0) {
         return -1;
     }
-    /* Both gates or none: a thread that waits has entered no gate here for which another thread waits. */
+    /* Both gates are entered together, so no thread holds one of them while it waits for the other one. */
     while (is_shut(&flat->gate) || (flat->tree && is_shut(&flat->tree->gate))) {
         if (wait_a_little(&waiting, flat->unit, fsdpc_unit_name(flat->unit)) < 0) {
             return -1;
@@ -163,7 +163,7 @@ fsdpc_py_leave_flat(fsdpc_py_flat *flat)
     }
 }
 
-/* Does what was put off while the tree was in use. */
+/* Does the work that was deferred while the tree was in use. */
 static void
 finish_tree(fsdpc_py_tree *tree)
 {
@@ -225,7 +225,7 @@ fsdpc_py_flat_in_use(const fsdpc_py_flat *flat)
     return flat->gate.depth > 0 || (flat->tree && flat->tree->gate.depth > 0);
 }
 
-/* Also true while a unit's gate alone is entered: the call that is inside may have made the tree since. */
+/* Checks the units' gates too: a call that entered only a unit's gate may have made the tree since then. */
 bool
 fsdpc_py_tree_in_use(const fsdpc_py_tree *tree)
 {

@@ -1,4 +1,4 @@
-/* Lists of parameters from Python, and the placement of a unit's parameters as plain Python data. */
+/* Parses lists of parameters from Python, and converts a unit's layout to plain Python data. */
 #include "py/unit/py_layout.h"
 
 #include "base/mem.h"

@@ -1,4 +1,4 @@
-/* Parameter lists from Python and layouts to Python. */
+/* Conversion of parameter lists from Python, and of layouts to Python. */
 #ifndef FSDPC_PY_LAYOUT_H
 #define FSDPC_PY_LAYOUT_H
 
@@ -11,11 +11,11 @@ typedef struct fsdpc_py_specs {
     int count;
 } fsdpc_py_specs;
 
-/* Rows (name, numel, storage, compute, reduce, trainable[, row_numel[, codec[, reduce_codec[, feedback]]]]).
- * `out` must be zeroed; release it in any case. 0, or -1 with an exception set. */
+/* Parses rows (name, numel, storage, compute, reduce, trainable[, row_numel[, codec[, reduce_codec[,
+ * feedback]]]]). `out` must be zeroed; release it in any case. Returns 0, or -1 with an exception set. */
 int fsdpc_py_specs_parse(PyObject *list, fsdpc_py_specs *out);
 void fsdpc_py_specs_release(fsdpc_py_specs *list);
-/* The dictionary that FlatParameter.layout() returns. */
+/* Returns the dictionary that FlatParameter.layout() returns. */
 PyObject *fsdpc_py_layout_dict(const fsdpc_layout *layout, bool spans);
 /* py_layout_call.c: layout(). */
 extern PyMethodDef fsdpc_py_layout_methods[];

@@ -1,4 +1,4 @@
-/* layout(): where the engine places a list of parameters. The engine uses layout.h directly, so tests
+/* layout(): returns where the engine places a list of parameters. The engine uses layout.h as well, so tests
  * of this function test the engine's placement, and plans agree with runs.
  */
 #include "py/unit/py_layout.h"

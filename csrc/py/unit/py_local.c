@@ -1,6 +1,6 @@
-/* This rank's memory behind the parameters and gradients that the optimizer sees. With a layout by rows
- * these are DTensors: wrappers without memory of their own around the tensor `_local_tensor`, which the
- * user, load_state_dict(assign=True) or Module.to() may replace.
+/* This rank's memory of the parameters and gradients that the optimizer sees. If parameters are sharded by
+ * rows, both are DTensors. A DTensor has no memory: it wraps the tensor `_local_tensor`. The user,
+ * load_state_dict(assign=True) or Module.to() may replace that tensor.
  */
 #include "py/unit/py_flat.h"
 
@@ -21,7 +21,7 @@ fsdpc_py_local(const fsdpc_py_flat *flat, PyObject *tensor)
     return local;
 }
 
-/* *out is NULL for an object without the attribute: no exception is made for each plain tensor. */
+/* Looks up an attribute. *out is NULL if there is none, so that plain tensors do not cost an exception. */
 static int
 look_up(PyObject *object, PyObject *name, PyObject **out)
 {
@@ -78,7 +78,7 @@ version_of(PyObject *tensor)
     return value;
 }
 
-/* torch counts a write to a DTensor in the DTensor's version, a write to its local tensor in that one's. */
+/* torch counts writes to a DTensor and writes to its local tensor separately. Returns the sum of both. */
 long
 fsdpc_py_local_version(const fsdpc_py_flat *flat, PyObject *tensor)
 {

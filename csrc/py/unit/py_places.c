@@ -1,6 +1,6 @@
-/* Where tensors lie, as bytes that can be compared: the object, and address, dtype, shape and strides of
- * its memory on this rank. A program may give any of a step's tensors other memory between two steps,
- * and asking for all of them has to cost less than what the answer saves.
+/* places() returns bytes that say where tensors lie; at_places() compares tensors with such bytes. The bytes
+ * hold each object's address, and the address, dtype, shape and strides of its memory on this rank. A program
+ * may give any tensor other memory between two steps. So a step checks all its tensors, which must be fast.
  */
 #include <string.h>
 
@@ -33,7 +33,7 @@ describe(PyObject *object, uint64_t words[WORDS])
     return 4 + 2 * view.ndim;
 }
 
-/* True, and no exception is left, if the exception says that a tensor is not in host memory. */
+/* True if the exception says that a tensor has no plain view in host memory. Clears such an exception. */
 static bool
 lies_nowhere(void)
 {
@@ -83,7 +83,7 @@ places(PyObject *Py_UNUSED(module), PyObject *tensors)
     return result;
 }
 
-/* 1 if all tensors lie as `expected` says, 0 if not, or -1 with an exception. */
+/* Returns 1 if all tensors lie as `expected` says, 0 if not, or -1 with an exception. */
 static int
 lie_at(PyObject *all, const char *expected, Py_ssize_t size)
 {

@@ -1,4 +1,4 @@
-/* The engine's sizes as plain Python data, without an engine. See py_plan.h. */
+/* Functions that compute how much memory an engine would take, without making it. See py_plan.h. */
 #include "py/unit/py_plan.h"
 
 #include "base/mem.h"
@@ -106,7 +106,7 @@ slot_bytes(const void *plan, Py_ssize_t slot)
     return PyLong_FromSize_t(((const struct fsdpc_slot_plan *)plan)->slot_bytes[slot]);
 }
 
-/* The plan as ([slot of each unit], [bytes of each slot]). */
+/* Returns the plan as ([slot of each unit], [bytes of each slot]). */
 static PyObject *
 slot_lists(const struct fsdpc_slot_plan *plan, Py_ssize_t count)
 {

@@ -1,4 +1,4 @@
-/* Sizes from options alone, for planners: footprint, plan_slots and plan_reduce_slots of fsdpc._C. */
+/* Functions of fsdpc._C for planners, which compute sizes from options: footprint() and plan_*_slots(). */
 #ifndef FSDPC_PY_PLAN_H
 #define FSDPC_PY_PLAN_H
 

@@ -1,9 +1,11 @@
-"""The map between an optimizer's keys, its parameters and the model's parameter names.
+"""The map between an optimizer's keys, the optimizer's parameters and the names of the model's
+parameters.
 
-An optimizer holds the sharded parameters: with ``use_orig_params`` one per original parameter (this
-rank's elements, or the whole in its original shape if unsharded), otherwise one flat parameter per
-dtype segment of a unit, which covers several originals. The optimizer may also hold parameters that
-no unit manages.
+An optimizer refers to the sharded parameters. With ``use_orig_params`` there is one sharded
+parameter per original parameter: this rank's elements, or the whole parameter in its original shape
+if the unit is not sharded. Otherwise there is one flat parameter per dtype segment of a unit, and
+each flat parameter covers several original parameters. The optimizer may also refer to parameters
+that no unit manages.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class UnitEntry:
 
 @dataclass
 class ShardedParam:
-    """A parameter as the optimizer holds it, and the originals it covers (indices in the unit)."""
+    """A parameter of the optimizer (``param``). ``covers``: the indices in the unit of the original
+    parameters whose elements ``param`` has.
+    """
 
     of: UnitEntry
     param: nn.Parameter
@@ -53,12 +57,12 @@ class ShardedParam:
 
     @property
     def names(self) -> list[str]:
-        """The first name of each original."""
+        """The first name of each original parameter."""
         return [self.of.names[i][0] for i in self.covers]
 
     @property
     def text(self) -> str:
-        """The names of the originals and the unit, for messages."""
+        """The names of the original parameters and of the unit, for messages."""
         names = self.names
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         return f"{shown} of unit {self.of.unit.name!r}"
@@ -69,25 +73,27 @@ class ShardedParam:
 
     @property
     def piece_numel(self) -> int:
-        """Elements of each rank's piece of the segment."""
+        """The number of elements of each rank's shard of the segment."""
         segment = self.of.layout["segments"][self.segment_index]
         return segment["piece_numel"] // self.of.unit.items[self.covers[0]]
 
     def span(self, rank: int) -> Span:
-        """A rank's elements of the parameter; of a flat parameter, its piece of the segment."""
+        """Return the elements of the parameter that ``rank`` has. For a flat parameter this is the
+        rank's whole shard of the segment.
+        """
         if self.of.unit.use_orig_params:
             return self.of.spans[self.covers[0]][rank]
         return Span(0, 0, self.of.layout["segments"][self.segment_index]["piece_numel"])
 
     def shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the parameter in a rank's optimizer."""
+        """Return the shape of the parameter in the optimizer of ``rank``."""
         if self.of.unit.use_orig_params and not self.of.unit.is_sharded:
             return tuple(self.of.unit.shapes[self.covers[0]])
         return (self.span(rank).count,)
 
     def check_cut(self, name: str) -> None:
-        """``NotImplementedError``: the state is of a flat parameter of bytes, whose original
-        parameters have elements of several bytes.
+        """Raise ``NotImplementedError`` if the state belongs to a flat parameter of bytes whose
+        original parameters have elements of several bytes.
         """
         unit = self.of.unit
         wide = [i for i in self.covers if unit.items[i] > 1]
@@ -108,15 +114,18 @@ class Book:
     units: list[UnitEntry]
     plain: dict[str, nn.Parameter]  # parameters that no unit manages
     names: dict[int, list[str]] = field(default_factory=dict)  # id(parameter): first names
-    aliases: dict[str, list[str]] = field(default_factory=dict)  # first name: all names
+    # Maps the first name of each parameter to all names of the parameter.
+    aliases: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
-        """The device of computation and of transfers between ranks."""
+        """The device on which the model computes and from which ranks send values."""
         return self.units[0].unit.device if self.units else torch.device("cpu")
 
     def names_of(self, param: nn.Parameter) -> list[str]:
-        """First names of what ``param`` covers. ``KeyError``: ``param`` is not in the model."""
+        """Return the first names of the original parameters that ``param`` covers. ``KeyError``:
+        ``param`` is not in the model.
+        """
         found = self.names.get(id(param))
         if found is None:
             raise KeyError(_stranger(param))
@@ -124,7 +133,7 @@ class Book:
 
 
 def _stranger(param: nn.Parameter) -> str:
-    """The error text for a parameter that the model does not have."""
+    """Return the error text for a parameter that is not in the model."""
     unit = owner_of(param)
     info = next((i for i in unit.infos if i.param is param), None) if unit is not None else None
     if info is None:
@@ -146,8 +155,8 @@ def _stranger(param: nn.Parameter) -> str:
 
 
 def read_book(model: nn.Module) -> Book:
-    """The parameters of ``model``. Local. ``ValueError``: it contains no unit, or only a part of a
-    unit.
+    """Return the book of the parameters of ``model``. Local. ``ValueError``: ``model`` contains no
+    unit, or contains a parameter whose unit is outside ``model``.
     """
     units = [
         _unit_entry(name, member)
@@ -197,12 +206,12 @@ def _add_plain(book: Book, model: nn.Module) -> None:
 
 
 def is_named(state: dict[Any, Any]) -> bool:
-    """True if an optimizer's state has names for keys (NamedOptimizer) instead of ids."""
+    """Return whether the keys of an optimizer's state are names (NamedOptimizer) instead of ids."""
     return isinstance(next(iter(state), None), str)
 
 
 def keys_of_optimizer(optim: Any, model: nn.Module, named: bool) -> list[tuple[Key, nn.Parameter]]:
-    """The optimizer's (key, parameter) pairs in its order."""
+    """Return the optimizer's (key, parameter) pairs in the order of the optimizer's parameters."""
     params = [param for group in optim.param_groups for param in group["params"]]
     if not named:
         return list(enumerate(params))
@@ -213,8 +222,9 @@ def keys_of_optimizer(optim: Any, model: nn.Module, named: bool) -> list[tuple[K
 def keys_of_input(
     model: nn.Module, optim_input: Iterable[Any] | None
 ) -> list[tuple[Key, nn.Parameter]]:
-    """The (key, parameter) pairs of an optimizer over ``optim_input`` (``None``: over
-    ``model.parameters()``). torch's errors: ``TypeError``, ``ValueError``, ``AssertionError``.
+    """Return the (key, parameter) pairs of an optimizer over ``optim_input`` (``None``: over
+    ``model.parameters()``). Raises torch's errors: ``TypeError``, ``ValueError``,
+    ``AssertionError``.
     """
     if optim_input is None:
         return list(enumerate(model.parameters()))

@@ -1,8 +1,9 @@
-"""The optimizer state on a unit's ranks, and the plan for each value.
+"""The plan by which the optimizer state of a unit's parameters is gathered from the ranks.
 
-``cut``: a tensor of the shard's shape, one element per element of the parameter; the full value is
-assembled from the ranks. ``same``: anything else (Adam's ``step``, a number, a table); it must be
-equal on every rank that holds elements of the parameter.
+The plan distinguishes two kinds of values. ``cut``: a tensor of the shard's shape, with one element
+per element of the parameter; the full value is assembled from the ranks. ``same``: any other value
+(Adam's ``step``, a number, a table), which must be equal on every rank that has elements of the
+parameter.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ State = dict[str, Any]
 
 @dataclass
 class Plan:
-    """How to gather the state of one sharded parameter; equal on all ranks. ``holders``: the ranks
-    with elements of the parameter, or all ranks if the parameter is empty.
+    """The plan by which the state of one sharded parameter is gathered. All ranks have the same
+    plan. ``holders``: the ranks that have elements of the parameter, or all ranks if the parameter
+    is empty.
     """
 
     holders: list[int]
@@ -36,10 +38,11 @@ class Plan:
 def plan_states(entry: UnitEntry, states: list[State | str | None]) -> list[Plan | None]:
     """Plan the state of each of the unit's parameters. Collective over the sharding group.
 
-    ``states``: this rank's states; ``None``: no state, ``ABSENT``: the parameter is not in the
-    optimizer. Returns ``None`` for parameters without state. Errors are raised on every rank:
-    ``RuntimeError``: some rank lacks state, or has it in another form. ``AssertionError``: ``same``
-    values differ. ``NotImplementedError``: see ``ShardedParam.check_cut``.
+    ``states``: for each parameter, this rank's state, ``None`` if there is no state, or ``ABSENT``
+    if the parameter is not in the optimizer. The plan of a parameter without state is ``None``.
+    Errors are raised on every rank. ``RuntimeError``: a rank has no state where others have one, or
+    has state in another form. ``AssertionError``: ``same`` values differ. ``NotImplementedError``:
+    see ``ShardedParam.check_cut``.
     """
     what = f"optimizer state of unit {entry.unit.name}"
     described = exchange(entry.comm, [_describe(state) for state in states], what)
@@ -85,13 +88,17 @@ def _outline(value: Any) -> Any:
 
 
 def _table(state: State | str | None, name: str) -> torch.Tensor | None:
-    """The CPU copy, for other ranks, of a tensor that is not cut; None for other values."""
+    """Return a CPU copy of a value that is a tensor; the copy is sent to other ranks. Return None
+    for other values.
+    """
     value = state.get(name) if isinstance(state, dict) else None
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else None
 
 
 def _plan(sharded: ShardedParam, outlines: list[Any]) -> Plan | None:
-    """An empty plan, or None if the parameter has no state. ``outlines``: one per rank."""
+    """Return an empty plan, or None if the parameter has no state. ``outlines``: the outline of
+    each rank's state.
+    """
     ranks = [rank for rank in range(len(outlines)) if sharded.span(rank).count > 0]
     ranks = ranks or list(range(len(outlines)))
     lacking = [rank for rank in ranks if not isinstance(outlines[rank], dict)]
@@ -120,8 +127,9 @@ def _plan(sharded: ShardedParam, outlines: list[Any]) -> Plan | None:
 
 
 def _sort(sharded: ShardedParam, name: str, outlines: dict[int, Any], plan: Plan) -> bool:
-    """Add one value to the plan. ``outlines``: one per holder. Returns True without adding a tensor
-    that is not cut: its elements must be compared first.
+    """Add one value to the plan. ``outlines``: the value's outline on each rank in ``holders``. For
+    a tensor that is not cut, return True without adding the tensor, because its elements must be
+    compared between the ranks first.
     """
     values, state = list(outlines.values()), f"the optimizer state {name!r} of {sharded.text}"
     if not any(isinstance(value, Outline) for value in values):
@@ -150,7 +158,9 @@ def _sort(sharded: ShardedParam, name: str, outlines: dict[int, Any], plan: Plan
 
 
 def _check_complete(entry: UnitEntry, described: list[Any], plans: list[Plan | None]) -> None:
-    """With ``use_orig_params``, refuse an optimizer of only some of the trainable parameters."""
+    """Raise ``RuntimeError`` if, with ``use_orig_params``, the optimizer has state but does not
+    have all trainable parameters.
+    """
     if not entry.unit.use_orig_params or not any(plans):
         return
     pairs = list(zip(entry.params, described, strict=True))
@@ -167,7 +177,9 @@ def _check_complete(entry: UnitEntry, described: list[Any], plans: list[Plan | N
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Equality that recurses into containers and compares tensors element by element."""
+    """Return whether two values are equal. Containers are compared recursively, tensors element by
+    element.
+    """
     ours, shape = tree_flatten(one)
     theirs, other_shape = tree_flatten(other)
     if shape != other_shape:

@@ -16,7 +16,9 @@ from fsdpc._states.groups import Group, group_of, owners_of, plain_options
 def named_groups(
     groups: list[Group], held: list[tuple[Key, nn.Parameter]], book: Book
 ) -> list[Group]:
-    """Groups with names for keys; a flat parameter becomes all names that it covers. Local."""
+    """Return the groups with parameter names in the place of the optimizer's keys. A flat parameter
+    is replaced by the names of all original parameters that it covers. Local.
+    """
     params = dict(held)
     result = []
     for group in groups:
@@ -38,12 +40,13 @@ def keyed_groups(
     book: Book,
     own: list[Group] | None,
 ) -> list[Group]:
-    """Groups for the optimizer that holds ``held``, with the saved groups' options. Local.
+    """Return the groups of the optimizer whose parameters are ``held``, with the options of the
+    saved groups. Local.
 
-    ``own``: the optimizer's current groups, whose number, order and parameters stay; ``None``: the
-    saved grouping stays. ``KeyError``: a saved name is not in the model, or a trainable parameter
-    is not in the optimizer. ``ValueError``: one of the optimizer's groups (or flat parameters)
-    holds parameters with different saved options.
+    ``own``: the optimizer's current groups, whose number, order and parameters do not change;
+    ``None``: the parameters are grouped as they were saved. ``KeyError``: a saved name is not in
+    the model, or a trainable parameter is not in the optimizer. ``ValueError``: one of the
+    optimizer's groups (or flat parameters) has parameters with different saved options.
     """
     owner = _owners(saved, book)
     _check_known(owner, held, book)
@@ -55,7 +58,7 @@ def keyed_groups(
         members = [next(keys) for _ in group["params"]]
         names = [name for _, param in members for name in book.names_of(param)]
         options = group_of(saved, owner, names)
-        if options is None:  # an empty group may have been saved
+        if options is None:  # the group is empty, or none of its names was saved
             stands = index < len(saved) and not names and not saved[index]["params"]
             options = saved[index] if stands else group
         made = _with(options, [key for key, _ in members], False)
@@ -66,7 +69,7 @@ def keyed_groups(
 
 
 def _owners(saved: list[Group], book: Book) -> dict[str, int]:
-    """``owners_of(saved)``, with the model's first names for keys."""
+    """Return ``owners_of(saved)`` with each name replaced by the parameter's first name."""
     first = {alias: name for name, aliases in book.aliases.items() for alias in aliases}
     return {first.get(name, name): index for name, index in owners_of(saved).items()}
 

@@ -1,8 +1,8 @@
-"""From an unsharded model's optimizer state dict to this rank's shard of it.
+"""Conversion of an unsharded model's optimizer state dict to this rank's shard of the state.
 
-Values come from the dict itself, from rank 0's by one broadcast per value in the same order on all
-ranks, or from the ranks' rows of a distributed value. Each value is cut to this rank's elements
-before the next one is fetched.
+A value has one of three sources: this rank's dict, rank 0's dict, or the rows of a distributed
+value on the ranks. Values of rank 0's dict are broadcast one by one, in the same order on all
+ranks. Each value is cut to this rank's elements before the next value is fetched.
 """
 
 from __future__ import annotations
@@ -29,21 +29,25 @@ from fsdpc._torch import ShardedTensor, tree_map
 
 
 class Source(Protocol):
-    """A source of values. ``tree``: the dict's structure, with the same keys on all ranks."""
+    """A source of the values of a state dict. ``tree``: the dict's structure, with the same keys on
+    all ranks.
+    """
 
     tree: dict[str, Any]
 
     def fetch(self, value: Any, what: str) -> Any:
-        """The full value of a leaf of ``tree``. Every rank must fetch the same leaves."""
+        """Return the full value of a leaf of ``tree``. Every rank must fetch the same leaves."""
 
     def elements(self, value: Any, begin: int, end: int, what: str) -> torch.Tensor:
-        """Elements ``[begin, end)`` of a tensor of ``tree``, 1-D, perhaps a view. Every rank must
-        read the same leaves, each its own range.
+        """Return elements ``[begin, end)`` of a tensor in ``tree`` as a 1-D tensor, which may be a
+        view. Every rank must read the same leaves; the ranges may differ between ranks.
         """
 
 
 class OwnDict:
-    """Every rank has the dict; distributed values in it are gathered over their ranks."""
+    """A source for the case that every rank has the dict. Distributed values in the dict are
+    gathered over their ranks.
+    """
 
     def __init__(self, state_dict: dict[str, Any], device: torch.device) -> None:
         self.tree = _checked(state_dict)
@@ -70,7 +74,9 @@ class OwnDict:
 def _from_rows(
     value: Any, begin: int, end: int, what: str, group: Any, device: torch.device
 ) -> torch.Tensor:
-    """Elements of a distributed value, transferred on ``device``. Collective."""
+    """Return elements ``[begin, end)`` of a distributed value. The transfer runs on ``device``.
+    Collective over ``group``.
+    """
     comm = comm_for_group(group, device=engine_device(device))
     shape = _sharded.size_of(value)
     rows = _sharded.unwrap(value, shape, comm.world, comm.rank, what)
@@ -84,7 +90,7 @@ def _from_rows(
 
 
 class FirstRanksDict:
-    """Only the group's rank 0 has the dict. Collective over the group."""
+    """A source for the case that only the group's rank 0 has the dict. Collective."""
 
     def __init__(self, state_dict: dict[str, Any] | None, group: Any, device: torch.device) -> None:
         self._comm = comm_for_group(group, device=engine_device(device))
@@ -124,7 +130,7 @@ class FirstRanksDict:
         return self.elements(value, 0, value.numel, what).view(value.shape)
 
     def elements(self, value: Any, begin: int, end: int, what: str) -> torch.Tensor:
-        if not isinstance(value, Outline):  # 0-dim: sent with the structure
+        if not isinstance(value, Outline):  # a 0-dim tensor: its value is in the tree
             return value.reshape(-1)[begin:end]
         want = Wanted(begin, torch.empty(end - begin, dtype=value.dtype, device=self._device))
         whole = None
@@ -152,8 +158,10 @@ def _checked(state_dict: Any) -> dict[str, Any]:
 def sharded_states(
     book: Book, held: list[tuple[Key, nn.Parameter]], source: Source, whole: bool = False
 ) -> dict[Any, Any]:
-    """The state of every parameter in the optimizer, by the optimizer's keys, and the dict's other
-    entries. ``whole``: the optimizer takes states of rows and columns. Collective if the source is.
+    """Return the state of every parameter in the optimizer, by the optimizer's keys. The result
+    also has the entries of the saved dict that belong to no parameter. ``whole``: the optimizer
+    keeps states of whole parameters, such as one value per row or column. Collective if the source
+    is collective.
     """
     saved = source.tree["state"]
     loader = _Loader(source, saved, _numbers(book, saved), whole)
@@ -163,7 +171,9 @@ def sharded_states(
         for sharded in entry.params:
             if id(sharded.param) in keys:
                 state = loader.state(sharded)  # collective: values may come from other ranks
-                here = whole or not entry.unit.holds_nothing(sharded.param)  # owners keep the state
+                # With `whole`, a rank may keep the state of a parameter and have no elements of the
+                # parameter.
+                here = whole or not entry.unit.holds_nothing(sharded.param)
                 if state is not None and here:
                     result[keys[id(sharded.param)]] = state
     for name, param in book.plain.items():
@@ -179,7 +189,7 @@ def sharded_states(
 
 
 def _numbers(book: Book, saved: dict[str, Any]) -> set[str]:
-    """``numbers_of`` the saved states of the units' parameters."""
+    """Return the names of those saved states that are one number per parameter of a unit."""
     members = [
         pair for entry in book.units for pair in zip(entry.names, entry.unit.shapes, strict=True)
     ]
@@ -192,12 +202,12 @@ def _numbers(book: Book, saved: dict[str, Any]) -> set[str]:
 
 
 def _find(saved: dict[str, Any], names: list[str]) -> Any:
-    """What is saved under the first of these names, ``None`` if nothing is."""
+    """Return the value saved under the first of these names that is in ``saved``, or ``None``."""
     return next((saved[name] for name in names if name in saved), None)
 
 
 def _own(value: Any) -> Any:
-    """A copy of a value, so that the optimizer does not change the dict."""
+    """Return a copy of a value, so that the optimizer does not change the saved dict."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
@@ -234,7 +244,9 @@ class _Loader:
         return result
 
     def _cut(self, sharded: ShardedParam, name: str, values: dict[int, Any]) -> torch.Tensor:
-        """This rank's elements; zeros for members of a flat parameter without state."""
+        """Return this rank's elements of a state that has one element per element of the parameter.
+        If an original parameter in a flat parameter has no saved state, its elements are zeros.
+        """
         sharded.check_cut(name)
         entry, rank = sharded.of, sharded.of.comm.rank
         begun, numel = sharded.span(rank).at, sharded.span(rank).count
@@ -256,7 +268,9 @@ class _Loader:
         return result.view(sharded.shape(rank))
 
     def _same(self, sharded: ShardedParam, name: str, values: dict[int, Any]) -> Any:
-        """The common value of numbers and of tensors with another shape than the parameter's."""
+        """Return the common value of a state that is a number, or a tensor of another shape than
+        the parameter's.
+        """
         entry, wholes = sharded.of, []
         for i, value in values.items():
             if not self.whole:

@@ -45,7 +45,7 @@ def _form_in_force(call: str, model: nn.Module, optim: Any) -> Form:
 
 
 def _check_order(call: str, model: Any, optim: Any) -> None:
-    """``TypeError``: ``model`` or a given ``optim`` has another type."""
+    """Raise ``TypeError`` unless ``model`` is a module and ``optim``, if given, is an optimizer."""
     check_model(call, model)
     if optim is not None:
         check_optimizer(call, optim)
@@ -112,8 +112,9 @@ def _load(
 
 
 def _keeps_whole(optim: Any, book: Book) -> bool:
-    """Whether the optimizer takes states of rows and columns. ``NotImplementedError``: it does, and
-    a flat parameter of the model covers several original parameters.
+    """Return whether the optimizer keeps states of whole parameters, such as one value per row or
+    column. ``NotImplementedError``: the optimizer keeps such states, and a flat parameter of the
+    model covers several original parameters.
     """
     inside = getattr(optim, "optimizer", optim)  # accelerate wraps optimizers
     if not getattr(inside, "keeps_whole_states", False):
@@ -129,8 +130,8 @@ def _keeps_whole(optim: Any, book: Book) -> bool:
 
 
 def _keep_unsaved(optim: Any, held: list[tuple[Key, nn.Parameter]], states: dict[Any, Any]) -> None:
-    """Keep the state of parameters without a saved one: optimizers with names for keys need a
-    state for every parameter.
+    """Keep the current state of each parameter for which no state is saved, because optimizers
+    whose keys are names need a state for every parameter.
     """
     for key, param in held:
         if key not in states and param in optim.state:
@@ -158,7 +159,7 @@ def _warn_of_name(old: str, new: str) -> None:
 
 
 class OptimStateDicts:
-    """The methods, for the wrapper class to inherit."""
+    """The optimizer state-dict methods, which the wrapper class inherits."""
 
     @staticmethod
     def optim_state_dict(
@@ -167,18 +168,19 @@ class OptimStateDicts:
         optim_state_dict: StateDict | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """The optimizer's state in the form of the current ``state_dict_type``, with parameter
-        names for keys. Collective over the units' groups.
+        """Return the optimizer's state in the form of the current ``state_dict_type``, with
+        parameter names for keys. Collective over the units' groups.
 
         FULL: tensors in the original shapes and the state's dtypes, on every rank or, with
-        ``rank0_only``, on rank 0 of ``group`` (``{}`` elsewhere). SHARDED and LOCAL: a
-        ``ShardedTensor`` of rows per state, or a ``DTensor`` with a ``device_mesh``. 0-dim tensors,
-        and values without the shard's shape, are copied and must be equal on all ranks. The dict
-        shares no memory with the optimizer.
+        ``rank0_only``, on rank 0 of ``group`` (``{}`` on other ranks). SHARDED and LOCAL: a
+        ``ShardedTensor`` of rows for each state, or a ``DTensor`` if the model was built with a
+        ``device_mesh``. 0-dim tensors, and values without the shard's shape, are copied and must be
+        equal on all ranks. The dict shares no memory with the optimizer.
 
-        ``optim_state_dict``: converted instead of ``optim.state_dict()``. ``RuntimeError``: a rank
-        lacks state that others have, or a trainable parameter of a unit is not in the optimizer
-        (``use_orig_params=True``). ``AssertionError``: numbers differ between ranks.
+        ``optim_state_dict``: the dict to convert; by default ``optim.state_dict()``.
+        ``RuntimeError``: a rank lacks state that others have, or a trainable parameter of a unit is
+        not in the optimizer (``use_orig_params=True``). ``AssertionError``: numbers differ between
+        ranks.
         """
         form = _form_in_force("optim_state_dict(model, optim)", model, optim)
         if optim_state_dict is None:
@@ -194,17 +196,18 @@ class OptimStateDicts:
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """This rank's shard of a dict made by ``optim_state_dict``, with ``optim``'s keys, for
-        ``optim.load_state_dict``, which ``load_directly`` calls.
+        """Return this rank's shard of a dict made by ``optim_state_dict``, with ``optim``'s keys,
+        for ``optim.load_state_dict``. With ``load_directly``, also call ``optim.load_state_dict``.
 
-        With ``rank0_only`` set, only rank 0 of ``group`` passes the dict (other ranks' argument is
-        ignored) and the call is collective over ``group``; distributed values are gathered over
-        their ranks; otherwise the call is local. Parameters without saved state get none, or zeros
-        in a flat parameter. ``param_groups`` keep the optimizer's grouping.
+        With ``rank0_only`` set, only rank 0 of ``group`` passes the dict, the argument of other
+        ranks is ignored, and the call is collective over ``group``. Without ``rank0_only`` the call
+        is local, except that distributed values are gathered over their ranks. A parameter without
+        saved state gets no state or, as a member of a flat parameter, zeros. ``param_groups`` keep
+        the optimizer's grouping.
 
-        ``ValueError``: no "state", ids for keys, states of one flat parameter that differ in name,
-        dtype or number, or another shape than the parameter's. ``KeyError``: a saved parameter is
-        not in the model or the optimizer.
+        ``ValueError``: the dict has no "state" or has ids for keys, the states of one flat
+        parameter differ in names, dtypes or numbers, or a state has another shape than the
+        parameter. ``KeyError``: a saved parameter is not in the model or the optimizer.
         """
         call = "optim_state_dict_to_load(model, optim, optim_state_dict)"
         form = _form_in_force(call, model, optim)
@@ -221,8 +224,8 @@ class OptimStateDicts:
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """``optim_state_dict`` in the FULL form, on rank 0 by default. Collective. Deprecated as in
-        torch (``FutureWarning``).
+        """Return ``optim_state_dict`` in the FULL form, by default on rank 0 only. Collective.
+        Deprecated as in torch (``FutureWarning``).
         """
         _warn_of_name("full_optim_state_dict", "optim_state_dict")
         _warn_of_input(optim_input)
@@ -237,7 +240,7 @@ class OptimStateDicts:
         optim: torch.optim.Optimizer,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """``optim_state_dict`` in the SHARDED form. Collective. Deprecated as in torch
+        """Return ``optim_state_dict`` in the SHARDED form. Collective. Deprecated as in torch
         (``FutureWarning``).
         """
         _warn_of_name("sharded_optim_state_dict", "optim_state_dict")
@@ -252,9 +255,9 @@ class OptimStateDicts:
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> StateDict:
-        """``optim_state_dict_to_load`` of a FULL dict that every rank has. Local. Without ``optim``
-        the keys are those of an optimizer over ``optim_input``, by default ``model.parameters()``.
-        Deprecated as in torch (``FutureWarning``).
+        """Return ``optim_state_dict_to_load`` of a FULL dict that every rank has. Local. Without
+        ``optim`` the keys are those of an optimizer over ``optim_input``, which is
+        ``model.parameters()`` by default. Deprecated as in torch (``FutureWarning``).
         """
         _warn_of_name("shard_full_optim_state_dict", "optim_state_dict_to_load")
         _warn_of_input(optim_input)
@@ -267,8 +270,8 @@ class OptimStateDicts:
         model: nn.Module,
         optim: torch.optim.Optimizer,
     ) -> StateDict:
-        """``optim_state_dict_to_load`` of a SHARDED dict. Collective over the values' ranks.
-        Deprecated as in torch (``FutureWarning``).
+        """Return ``optim_state_dict_to_load`` of a SHARDED dict. Collective over the ranks of the
+        values. Deprecated as in torch (``FutureWarning``).
         """
         _warn_of_name("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
         call = "flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)"
@@ -283,7 +286,7 @@ class OptimStateDicts:
         optim: torch.optim.Optimizer | None = None,
         group: Any | None = None,
     ) -> StateDict:
-        """``optim_state_dict_to_load`` of a FULL dict that only rank 0 has. Collective over
+        """Return ``optim_state_dict_to_load`` of a FULL dict that only rank 0 has. Collective over
         ``group``. Deprecated as in torch (``FutureWarning``).
         """
         _warn_of_name("scatter_full_optim_state_dict", "optim_state_dict_to_load")
@@ -300,14 +303,14 @@ class OptimStateDicts:
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> StateDict:
-        """An unsharded model's optimizer state dict with ids converted to names, or names to ids.
-        Local.
+        """Return an unsharded model's optimizer state dict with ids converted to names, or names to
+        ids. Local.
 
-        The ids are ``optim``'s, or those of an optimizer over ``optim_input`` (by default
-        ``model.parameters()``; with flat parameters, the unsharded model's). A dict whose keys have
-        the requested type is returned itself. ``ValueError``: keys of both types.
-        ``AssertionError``: the type is no ``OptimStateKeyType``. ``RuntimeError``: a parameter has
-        several names.
+        The ids are those of ``optim``, or those of an optimizer over ``optim_input`` (by default
+        ``model.parameters()``; with flat parameters, the unsharded model's parameters). A dict
+        whose keys have the requested type already is returned unchanged. ``ValueError``: the dict
+        has keys of both types. ``AssertionError``: the type is not an ``OptimStateKeyType``.
+        ``RuntimeError``: a parameter has several names.
         """
         _warn_of_input(optim_input)
         _check_order("rekey_optim_state_dict(optim_state_dict, type, model)", model, optim)

@@ -1,4 +1,4 @@
-"""Optimizer state dicts of unsharded models: parameter ids to names and back."""
+"""Conversion between parameter ids and names in optimizer state dicts of unsharded models."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def rekey(
     model: nn.Module,
     held: list[tuple[Key, nn.Parameter]] | None,
 ) -> dict[str, Any]:
-    """See ``FullyShardedDataParallel.rekey_optim_state_dict``. ``held``: the optimizer's ids; None:
-    the ids of an optimizer over the unsharded model's ``parameters()``.
+    """See ``FullyShardedDataParallel.rekey_optim_state_dict``. ``held``: the ids and parameters of
+    the optimizer. None means an optimizer over the unsharded model's ``parameters()``.
     """
     if kind not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
         raise AssertionError(
@@ -44,7 +44,7 @@ def rekey(
 
 
 def _table(model: nn.Module, held: list[tuple[Key, nn.Parameter]] | None) -> dict[Any, str]:
-    """Parameter names by the optimizer's ids."""
+    """Return the parameter names by the optimizer's ids."""
     flat = [m._unit for m in unit_modules(model) if m._unit is not None and m._unit.flat_params]
     if flat and held is None:
         return dict(enumerate(_unsharded_names(model)))
@@ -61,7 +61,7 @@ def _table(model: nn.Module, held: list[tuple[Key, nn.Parameter]] | None) -> dic
 
 
 def _unsharded_names(model: nn.Module) -> list[str]:
-    """Names in the order of the unsharded model's ``parameters()``."""
+    """Return the parameter names in the order of the unsharded model's ``parameters()``."""
     positions = {
         module: (position, name) for position, (name, module) in enumerate(model.named_modules())
     }

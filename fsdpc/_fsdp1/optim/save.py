@@ -1,7 +1,8 @@
-"""From the optimizer of a sharded model to the state dict of the unsharded model's optimizer.
+"""Conversion of a sharded model's optimizer state to the state dict of the unsharded model's
+optimizer.
 
 Units are gathered one by one and, within a unit, one state of one dtype segment at a time, through
-a window of bounded size: a rank that keeps nothing allocates only the window.
+a window of bounded size. A rank that does not keep the result allocates only the window.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from fsdpc._spans.window import Wanted, gather
 
 @dataclass
 class Form:
-    """The form of a dict, and the elements of full states that a rank keeps: ``full`` values in the
-    original shapes, perhaps on rank 0 only; or this rank's rows as a ``ShardedTensor``, or as a
-    ``DTensor`` of the unit's mesh. ``offload``: values are put on the CPU.
+    """The form of a state dict. The form also decides which elements of each state a rank keeps.
+    With ``full`` the values are in the original shapes, on rank 0 only if ``rank0_only`` is set.
+    Otherwise a rank keeps its rows as a ``ShardedTensor``, or as a ``DTensor`` on the unit's mesh.
+    ``offload``: values are put on the CPU.
     """
 
     full: bool = True
@@ -36,14 +38,14 @@ class Form:
     use_dtensor: bool = False
 
     def span(self, entry: UnitEntry, i: int) -> Span:
-        """The kept elements of the unit's ``i``-th parameter."""
+        """Return the span of the elements to keep of the unit's ``i``-th parameter."""
         pg, shape = entry.unit.groups.shard_pg, entry.unit.shapes[i]
         if not self._cuts(entry, i):
             return Span(0, 0, shape.numel())
         return _sharded.block(shape, pg.size(), pg.rank())
 
     def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> Any:
-        """The dict's value for the kept elements ``values``, a 1-D tensor."""
+        """Return the state dict's value for the kept elements ``values``, a 1-D tensor."""
         pg, shape = entry.unit.groups.shard_pg, entry.unit.shapes[i]
         made: Any = values
         if self._cuts(entry, i):
@@ -54,8 +56,8 @@ class Form:
         return made.cpu() if self.offload else made
 
     def device(self, entry: UnitEntry) -> torch.device:
-        """The device on which the kept elements are assembled."""
-        # A DTensor is made on its mesh's device, then offloaded.
+        """Return the device on which the kept elements are assembled."""
+        # A DTensor is made on the device of its mesh and offloaded afterwards.
         on_cpu = self.offload and (self.full or self._mesh(entry) is None)
         return CPU if on_cpu else entry.unit.device
 
@@ -79,9 +81,9 @@ def gather_states(
     state: dict[Key, Any],
     keep: Form | None,
 ) -> dict[str, State]:
-    """The state of every parameter of the model, by name. Collective over the units' groups.
+    """Return the state of every parameter of the model, by name. Collective over the units' groups.
 
-    ``keep``: this rank's share; ``None``: nothing.
+    ``keep``: the form in which this rank keeps the state; ``None``: this rank keeps nothing.
     """
     keys = {id(param): key for key, param in held}
     kept: dict[str, State] = {}
@@ -133,7 +135,7 @@ def _keep_same(
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    """A copy of a ``same`` value; numbers stay on the CPU, as in torch."""
+    """Return a copy of a ``same`` value. Numbers and 0-dim tensors stay on the CPU, as in torch."""
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         return value.to(device, copy=True)
     return _copied(value, True)
@@ -142,8 +144,8 @@ def _on(device: torch.device, value: Any) -> Any:
 def _cut_runs(
     entry: UnitEntry, plans: list[Plan | None]
 ) -> dict[tuple[int, int, str, str], tuple[torch.dtype, list[int]]]:
-    """Parameters of one segment, of elements of one size, with state of one name and dtype: they
-    are gathered together.
+    """Group the parameters whose states are gathered together. The parameters of a group lie in the
+    same segment and have the same element size, and the states have the same name and dtype.
     """
     runs: dict[tuple[int, int, str, str], tuple[torch.dtype, list[int]]] = {}
     for j, plan in enumerate(plans):
@@ -163,7 +165,9 @@ def _gather_run(
     states: list[Any],
     keep: Form | None,
 ) -> dict[int, Wanted]:
-    """The elements that this rank keeps of one state, by index of the parameter. Collective."""
+    """Gather the state ``name`` of the parameters ``members``. Return the elements that this rank
+    keeps, by the index of the original parameter. Collective.
+    """
     wanted: dict[int, Wanted] = {}
     for i in (i for j in members for i in entry.params[j].covers) if keep is not None else ():
         span, where = keep.span(entry, i), keep.device(entry)
@@ -177,7 +181,10 @@ def _gather_run(
 
 
 def copy_unknown(state: dict[Key, Any], known: set[Key], kept: dict[Any, Any]) -> None:
-    """Copy entries that belong to no parameter, with a warning. Local."""
+    """Copy the entries of ``state`` that belong to no parameter into ``kept``, with a warning each.
+
+    Local.
+    """
     for key, value in state.items():
         if key in known or key in kept:
             continue

@@ -1,1 +1,1 @@
-"""State dicts: FULL, SHARDED and LOCAL."""
+"""State dicts of ``FullyShardedDataParallel``: FULL, SHARDED and LOCAL."""

@@ -1,10 +1,10 @@
-"""A bridge for ``torch.distributed.checkpoint.state_dict``: ``get_state_dict``, ``set_state_dict``
-and the like on fsdpc models.
+"""A bridge that lets the functions of ``torch.distributed.checkpoint.state_dict``, such as
+``get_state_dict`` and ``set_state_dict``, work on fsdpc models.
 
-That module finds units and their state through one class, its global ``FSDP``. ``attach()``
-replaces this global by an object that dispatches to fsdpc's or torch's class by the model's units;
-models without units of either class, such as FSDP2's and DDP's, go to torch's class as before. The
-first fsdpc model attaches the bridge.
+torch's module finds units and their state through one class, the module's global ``FSDP``.
+``attach()`` replaces this global by an object that dispatches to fsdpc's or torch's class by the
+model's units. Models without units of either class, such as FSDP2's and DDP's, go to torch's class
+as before. The bridge is attached when the first fsdpc model is made.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ _CLIENT = "torch.distributed.checkpoint.state_dict"
 
 @cache
 def attach() -> None:
-    """Make torch's module work with fsdpc models too, once. Local."""
+    """Make ``torch.distributed.checkpoint.state_dict`` work with fsdpc models too. Further calls do
+    nothing. Local.
+    """
     client = import_module(_CLIENT)
     for name, ours in (("FSDP", Names()), (GET_FQNS, partial(names_of, vars(client)[GET_FQNS]))):
-        if name in vars(client):  # else a version of torch without this name
+        if name in vars(client):  # some versions of torch lack one of these names
             setattr(client, name, ours)
 
 
 def class_for(model: nn.Module) -> Any:
-    """The class of the units in ``model``. Local.
+    """Return the class of the units in ``model``, or torch's class if there are no units. Local.
 
-    ``RuntimeError``: the model has units of both classes, whose state dicts no single call makes.
+    ``RuntimeError``: the model has units of both classes, and no single call makes the state dicts
+    of both.
     """
     if not unit_modules(model):
         return TorchFSDP
@@ -54,15 +57,17 @@ def class_for(model: nn.Module) -> Any:
 
 
 class Names:
-    """The replacement of torch's class: its static methods, dispatched on the model's units."""
+    """The replacement of torch's class. It dispatches each static method to the class of the
+    model's units.
+    """
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, TorchFSDP)
 
     @contextmanager
     def state_dict_type(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """As torch's method; for fsdpc's units, one name of a tied parameter suffices on load,
-        because torch's module drops its other names when it broadcasts a dict.
+        """Do what torch's method does. A dict to load into fsdpc's units may contain only one name
+        of a tied parameter, because torch's module drops the other names when it broadcasts a dict.
         """
         members = unit_modules(module)
         with class_for(module).state_dict_type(module, *args, **kwargs):
@@ -85,8 +90,8 @@ class Names:
 
 
 class _InOrder(set[str]):
-    """Names in an order independent of their common prefix: torch's module iterates over two sets
-    in parallel and pairs their names.
+    """A set of names that iterates in sorted order, which does not depend on a common prefix of the
+    names. torch's module iterates over two sets in parallel and pairs their names.
     """
 
     def __iter__(self) -> Iterator[str]:
@@ -96,8 +101,8 @@ class _InOrder(set[str]):
 def names_of(
     theirs: Callable[..., set[str]], model: nn.Module, name: str, *args: Any, **kwargs: Any
 ) -> set[str]:
-    """The names of the original parameters behind ``name`` in the model; torch's function handles
-    only one flat parameter per unit.
+    """Return the names of the original parameters that ``name``, a name in the model, stands for.
+    torch's function handles only one flat parameter per unit.
     """
     path, _, last = name.rpartition(".")
     flats = _flats_at(model, path) if last.startswith(FLAT_PARAM) else {}
@@ -109,7 +114,9 @@ def names_of(
 
 
 def _flats_at(model: nn.Module, path: str) -> dict[str, Any]:
-    """fsdpc's flat parameters registered at the module ``path`` of the model, by name."""
+    """Return fsdpc's flat parameters that are registered at the module ``path`` of the model, by
+    name.
+    """
     names = path.split(".")
     if names[-1] == CHECKPOINT_WRAPPED:
         names.pop()

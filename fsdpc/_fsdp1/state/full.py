@@ -1,10 +1,10 @@
 """FULL_STATE_DICT of one unit: the unsharded module's state dict.
 
-Saving registers private full copies while the unit's modules save, which gives torch's key order,
-tied keys and extra state; the dict then owns the copies. A rank that does not keep the dict
-(``rank0_only``) takes part in the gather but makes no copy: over shared memory it allocates
-nothing, over a wire at most the gather's window. Loading registers full copies too, lets every
-module load, and writes back this rank's shard.
+For a save, private full copies are registered while the unit's modules save, so that the order of
+keys, tied keys and extra state are torch's; the dict then owns the copies. A rank that does not
+keep the dict (``rank0_only``) takes part in the gather but makes no copy: it allocates nothing if
+the ranks share memory, otherwise at most the gather's window. For a load, full copies are
+registered too, every module loads into these copies, and this rank's shard is written back.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fsdpc._fsdp1.summon import conceal, expose, write_back
 
 
 def keeps(member: Any) -> bool:
-    """True if this rank gets the dict. Local."""
+    """Return whether this rank gets the dict. Local."""
     return not getattr(member._state_dict_config, "rank0_only", False) or member.rank == 0
 
 
 def offloads(member: Any) -> bool:
-    """True if the dict's values go to the CPU. Local."""
+    """Return whether the dict's values go to the CPU. Local."""
     return bool(getattr(member._state_dict_config, "offload_to_cpu", False))
 
 
@@ -39,8 +39,8 @@ def before_save(member: Any) -> None:
 
 
 def check_shown(member: Any) -> None:
-    """``RuntimeError``, on all ranks, inside ``summon_full_params(rank0_only=True)``: ranks other
-    than 0 have nothing to save.
+    """Raise ``RuntimeError``, on all ranks, inside ``summon_full_params(rank0_only=True)``, because
+    ranks other than 0 have nothing to save.
     """
     if member._summoned_on_rank_0 and member.world_size > 1:
         raise RuntimeError(
@@ -59,7 +59,9 @@ def show(member: Any, to: torch.device | None = None) -> None:
 
 
 def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Register the sharded parameters again; ``state_dict`` has clean keys. Local."""
+    """Register the sharded parameters again after a save. A rank that does not keep the dict drops
+    the values. ``state_dict`` has clean keys. Local.
+    """
     if not conceal(member) and member._summoned:
         _detach_copies(state_dict, prefix)
     if not keeps(member):
@@ -67,14 +69,18 @@ def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
 
 
 def _detach_copies(state_dict: dict[str, Any], prefix: str) -> None:
-    """Copy values inside ``summon_full_params``, whose full parameters are freed on exit."""
+    """Copy the values that are saved inside ``summon_full_params``, because the full parameters are
+    freed on exit.
+    """
     for key, value in state_dict.items():
         if key.startswith(prefix) and isinstance(value, torch.Tensor):
             state_dict[key] = value.detach().clone()
 
 
 def _drop_managed(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """On ranks that do not keep the dict, leave only parameters that no unit manages."""
+    """Remove all entries of this instance except ignored parameters from the dict. Called on ranks
+    that do not keep the dict.
+    """
     kept = {
         prefix + clean_fqn(name)
         for name, param in member._fsdp_wrapped_module.named_parameters(remove_duplicate=False)
@@ -90,8 +96,8 @@ def before_load(
 ) -> None:
     """Register full parameters for modules to load into. Collective over the sharding group.
 
-    Where the dict has the unit's own shards (torch's ``set_model_state_dict`` puts them in for keys
-    that are missing), values stay as they are, and the keys count as missing.
+    Keys whose values are the unit's own shards are removed: the values stay as they are, and the
+    keys count as missing. (torch's ``set_model_state_dict`` inserts these shards for missing keys.)
     """
     if member._unit is not None:
         own = {id(param) for param in member._unit.shard_params}

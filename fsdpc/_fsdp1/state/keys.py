@@ -11,9 +11,11 @@ from fsdpc._fsdp1.names import FSDP_PREFIX, FSDP_WRAPPED, clean_fqn, join
 
 
 def managed_names(member: Any) -> dict[str, int]:
-    """Name of every registration site of the unit's parameters -> index of the parameter.
+    """Return a dict from the name of each registration site of the unit's parameters to the index
+    of the parameter.
 
-    Clean names, relative to the instance; tied parameters appear under each of their names. Local.
+    The names are clean and relative to the instance. A tied parameter appears under each of its
+    names. Local.
     """
     unit = member._unit
     if unit is None:
@@ -34,8 +36,8 @@ def managed_names(member: Any) -> dict[str, int]:
 
 
 def _attributes(module: nn.Module) -> list[str]:
-    """Names of registered parameters, and of those that a unit with a flat parameter replaced by
-    plain tensors.
+    """Return the names of the registered parameters and of all plain attributes. A unit with flat
+    parameters puts plain tensors into attributes in the place of the original parameters.
     """
     return [*module._parameters, *(key for key in module.__dict__ if key not in module._parameters)]
 
@@ -54,7 +56,9 @@ def take_wrapper_out(state_dict: dict[str, Any], prefix: str) -> None:
 
 
 def put_wrapper_in(state_dict: dict[str, Any], prefix: str) -> None:
-    """Insert the wrapper segment, for loading; keys that have the segment already stay."""
+    """Insert the wrapper segment into the keys, for loading. A key that already has the segment
+    does not change.
+    """
     for key in list(state_dict):
         if key.startswith(prefix):
             rest = key[len(prefix) :].removeprefix(FSDP_PREFIX)
@@ -62,7 +66,9 @@ def put_wrapper_in(state_dict: dict[str, Any], prefix: str) -> None:
 
 
 def fill_ties(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Add a tied parameter's value under those of its names that ``state_dict`` lacks."""
+    """Add missing names of tied parameters to ``state_dict``. A missing name gets the value that is
+    stored under another name of the same parameter.
+    """
     found: dict[int, Any] = {}
     names = managed_names(member)
     for name, i in names.items():

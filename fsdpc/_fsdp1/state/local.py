@@ -1,7 +1,9 @@
-"""LOCAL_STATE_DICT of one unit: its flat parameters without copies, one ``ShardedTensor`` each
-under ``_flat_param``. It loads only with the same wrapping, and with another number of ranks only
-after resharding by ``torch.distributed.checkpoint``. With ``use_orig_params`` it also has this
-rank's elements of each parameter under the parameter's name, as in torch; loading reads only the
+"""LOCAL_STATE_DICT of one unit: the unit's flat parameters without copies, each as a
+``ShardedTensor`` under ``_flat_param``.
+
+The dict loads only with the same wrapping. With another number of ranks it loads only after
+``torch.distributed.checkpoint`` has resharded it. With ``use_orig_params`` the dict also has this
+rank's elements of each parameter under the parameter's name, as in torch. Loading reads only the
 flat parameters, so that a dict loads with the other value of ``use_orig_params`` too.
 """
 
@@ -18,13 +20,13 @@ from fsdpc._fsdp1.state.keys import managed_names
 from fsdpc._spans.rows import dtype_of, sharded_tensor
 from fsdpc._torch import EnumerableShardingSpec, ShardedTensor
 
-# Pieces do not have torch's sizes, so a value's spec lists them. ``torch.load`` with
-# ``weights_only=True`` accepts this spec only if it is allowed here.
+# The shards do not have torch's sizes, so a value's spec lists the sizes. ``torch.load`` with
+# ``weights_only=True`` accepts this class of specs only if it is allowed here.
 torch.serialization.add_safe_globals([EnumerableShardingSpec])
 
 
 def refuse_mesh(member: Any) -> None:
-    """torch's ``RuntimeError`` if the model was built with a device mesh. Local."""
+    """Raise torch's ``RuntimeError`` if the model was built with a device mesh. Local."""
     if member._device_mesh is not None:
         name = member._name if member._unit is None else member._unit.name
         raise RuntimeError(
@@ -35,7 +37,7 @@ def refuse_mesh(member: Any) -> None:
 
 
 def check(member: Any) -> None:
-    """``refuse_mesh``, and ``RuntimeError`` inside ``summon_full_params``."""
+    """Call ``refuse_mesh``, and raise ``RuntimeError`` inside ``summon_full_params``."""
     refuse_mesh(member)
     if member._summoned:
         raise RuntimeError(
@@ -45,7 +47,9 @@ def check(member: Any) -> None:
 
 
 def before_save(member: Any) -> None:
-    """Only checks: the modules save their parameters. Local."""
+    """Check that the unit can be saved, and copy the user's changes into the shard. The modules
+    then save their parameters themselves. Local.
+    """
     check(member)
     _writeback.adopt_values(member._unit)
 
@@ -62,9 +66,10 @@ def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
 def before_load(
     member: Any, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> None:
-    """Copy this rank's values into its shard; modules then load their current values. Local.
+    """Copy this rank's part of the loaded values into this rank's shard, and put the unit's own
+    tensors into ``state_dict``. The modules therefore load what they have already. Local.
 
-    A value of another size is reported in ``error_msgs`` and skipped.
+    A value of another size is skipped and reported in ``error_msgs``.
     """
     check(member)
     unit = member._unit
@@ -100,9 +105,10 @@ def _settle_originals(
     loaded: list[dict[str, Any]],
     error_msgs: list[str],
 ) -> None:
-    """Replace the values of original parameters, which a dict saved with use_orig_params also has:
-    with use_orig_params modules load the current values, which come from the loaded flat
-    parameters; without it they load nothing.
+    """Replace the values of original parameters, which a dict saved with ``use_orig_params`` has in
+    addition to the flat parameters. If this unit has ``use_orig_params``, its modules load their
+    current values, which come from the loaded flat parameters. Otherwise the values are removed,
+    and the modules load nothing.
     """
     unit = member._unit
     layout = unit.flat.layout()
@@ -126,14 +132,18 @@ def after_load(member: Any) -> None:
 
 
 def _flats(unit: Any) -> list[tuple[dict[str, Any], torch.Tensor]]:
-    """The unit's segments and this rank's flat parameter of each, the trainable ones first."""
+    """Return the unit's segments and this rank's flat parameter of each segment, trainable segments
+    first.
+    """
     segments = unit.segments()
     flats = unit.flat_params or [unit.make_flat_param(*each) for each in segments]
     return [(segment, flat.detach()) for (_, segment), flat in zip(segments, flats, strict=True)]
 
 
 def _lengths(unit: Any, segment: dict[str, Any]) -> list[int]:
-    """Number of elements of a flat parameter on each rank, without padding at its end."""
+    """Return the number of elements of a flat parameter on each rank, without the padding at the
+    end.
+    """
     piece, numel = segment["piece_numel"], segment["numel"]
     return [min(max(numel - rank * piece, 0), piece) for rank in range(unit.groups.shard.world)]
 

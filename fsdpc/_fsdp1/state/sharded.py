@@ -1,9 +1,10 @@
-"""SHARDED_STATE_DICT of one unit: of each parameter, this rank's block of rows as a
-``ShardedTensor``, or as a ``DTensor`` when the model was built with a ``device_mesh``.
+"""SHARDED_STATE_DICT of one unit: this rank's block of rows of each parameter as a
+``ShardedTensor``, or as a ``DTensor`` if the model was built with a ``device_mesh``.
 
 No full value is gathered. While the unit's modules save or load, their parameters are this rank's
 rows, which the engine transfers from and to the ranks that own the elements (see
-``csrc/unit/unit_values.c``); a parameter without rows (0-dim, empty) is whole, as a plain tensor.
+``csrc/unit/unit_values.c``). A parameter without rows (0-dim, empty) is saved whole, as a plain
+tensor.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from fsdpc._spans import rows as _sharded
 
 
 def mesh_of(member: Any) -> DeviceMesh | None:
-    """The mesh over whose last dimension the unit is sharded, ``None`` without a mesh: the model's
-    mesh, or its submesh of the sharding dimension for FULL_SHARD and other non-hybrid strategies.
+    """Return the mesh over whose last dimension the unit is sharded, or ``None`` if the model has
+    no mesh. The result is the model's mesh, with one exception: if the mesh has several dimensions
+    and the strategy is not hybrid, the result is the 1-D submesh of the sharding dimension.
 
     Local. ``RuntimeError``: the unit is sharded over another group than the mesh's, or the config
     requests DTensors without a mesh.
@@ -52,8 +54,9 @@ def mesh_of(member: Any) -> DeviceMesh | None:
 
 
 def _first_dimension(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
-    """The 1-D mesh of this rank's sharding group. Gradients are not averaged over the mesh's other
-    dimensions, so values may differ there and must not be marked as replicated. Local.
+    """Return the 1-D mesh of this rank's sharding group. Gradients are not averaged over the other
+    dimensions of the model's mesh, so values may differ along these dimensions and must not be
+    marked as replicated. Local.
     """
     names = mesh.mesh_dim_names
     if names:
@@ -71,7 +74,9 @@ def before_save(member: Any) -> None:
 
 
 def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Register the sharded parameters again; rows become distributed values. Local."""
+    """Register the sharded parameters again, and make distributed values of the rows in
+    ``state_dict``. Local.
+    """
     conceal(member)
     for name, i in managed_names(member).items():
         value = state_dict.get(prefix + name)
@@ -80,8 +85,9 @@ def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
 
 
 def _saved(member: Any, i: int, value: torch.Tensor) -> Any:
-    """The dict's value: a module may have converted the rows (e.g. to another dtype), or saved
-    another object instead.
+    """Return the dict's value for parameter ``i``. A module may have converted the rows, for
+    example to another dtype. If the module has saved a tensor of another shape, this tensor is
+    returned unchanged.
     """
     unit = member._unit
     shape, pg = unit.shapes[i], unit.groups.shard_pg
@@ -98,10 +104,10 @@ def _saved(member: Any, i: int, value: torch.Tensor) -> Any:
 def before_load(
     member: Any, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> None:
-    """Register this rank's rows, and put its rows of the loaded values into ``state_dict``.
+    """Register this rank's rows, and put this rank's rows of the loaded values into ``state_dict``.
     Collective over the sharding group, and over the mesh of a DTensor with other placements.
 
-    A value of another type or shape is reported in ``error_msgs`` and skipped.
+    A value of another type or shape is skipped and reported in ``error_msgs``.
     """
     unit = member._unit
     if member._summoned:

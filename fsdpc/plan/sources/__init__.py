@@ -1,1 +1,1 @@
-"""What a ledger is made from: formulas, traces on fake tensors, and what a run holds."""
+"""The sources of a ledger: formulas, traces on fake tensors, and the memory of a run."""

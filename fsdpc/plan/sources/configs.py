@@ -1,4 +1,4 @@
-"""A transformers configuration as the library itself builds it, with the inputs of a step."""
+"""The model that transformers builds from a configuration, and the inputs of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdpc.plan.model import Setup
 
-# In this order: what such a configuration is most often trained as.
+# The first task with a model for the configuration is taken, so the most usual ones come first.
 _TASKS = ("Seq2SeqLM", "SpeechSeq2Seq", "MaskedLM", "CausalLM", "ImageTextToText", "PreTraining",
           "CTC", "ImageClassification")  # fmt: skip
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -23,11 +23,11 @@ def sentence(error: BaseException) -> str:
 
 
 class Refused(ValueError):
-    """A transformers configuration cannot be planned; the text says why."""
+    """Raised if a transformers configuration cannot be planned; the text says why."""
 
 
 def read(path: str) -> dict[str, Any]:
-    """The JSON object in a file. ``ValueError``: there is no such file, or no object in it."""
+    """Return the JSON object in a file. ``ValueError``: there is no such file or object."""
     try:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
@@ -42,7 +42,9 @@ def installed() -> bool:
 
 
 def config_of(values: dict[str, Any]) -> Any:
-    """The library's configuration object. ``Refused`` names a model type that it does not have."""
+    """Return the configuration object of transformers. ``Refused`` names a model type that this
+    version of transformers does not have.
+    """
     import transformers
 
     values = {k: v for k, v in values.items() if k not in ("quantization_config", "auto_map")}
@@ -63,7 +65,9 @@ def config_of(values: dict[str, Any]) -> Any:
 
 
 def class_of(config: Any) -> Any:
-    """The class of the model: the first of ``architectures``, else the library's usual one."""
+    """Return the class of the model: the first in ``architectures``, or, if there are none, the
+    class that transformers maps to the configuration.
+    """
     import transformers
 
     named = list(getattr(config, "architectures", None) or ())
@@ -79,20 +83,20 @@ def class_of(config: Any) -> Any:
         if type(config) in mapping:
             found = mapping[type(config)]
             found = found[0] if isinstance(found, (list, tuple)) else found
-            if isinstance(config, found.config_class):  # else a part of this model
+            if isinstance(config, found.config_class):  # else ``found`` is a part of the model
                 return found
     raise Refused(f"transformers has no model for the configuration {config.model_type!r}")
 
 
 def step_of(config: Any, setup: Setup, device: str = "meta") -> dict[str, Any]:
-    """The model and its inputs; call it on fake tensors. ``Refused``: transformers fails."""
+    """Return the model and its inputs, on fake tensors only. ``Refused``: transformers fails."""
     import torch
 
     cls = class_of(config)
     try:
         if setup.attention == "eager":
             config._attn_implementation = "eager"
-        with torch.device(device):  # on the meta device the library draws no initial values
+        with torch.device(device):  # "meta": transformers draws no initial values
             model = cls(config).to(getattr(torch, setup.storage)).train()
     except Exception as error:
         raise Refused(f"transformers cannot build {cls.__name__}: {sentence(error)}") from error
@@ -100,7 +104,9 @@ def step_of(config: Any, setup: Setup, device: str = "meta") -> dict[str, Any]:
 
 
 def inputs_of(model: Any, setup: Setup) -> dict[str, Any] | None:
-    """A micro-batch's inputs, by the model's main input; None: the planner does not know them."""
+    """Return the inputs of a micro-batch, chosen by the model's main input. Return None if the
+    planner does not know this kind of input.
+    """
     import torch
 
     config, batch, main = model.config, setup.micro_batch, model.main_input_name
@@ -137,7 +143,7 @@ _WITH_LABELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMa
 
 
 def experts_of(config: Any) -> tuple[int, int]:
-    """Experts of a layer, and those that a token uses; zeros for a dense model."""
+    """Return the experts of a layer, and how many of them a token uses; zeros for a dense model."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = next((n for n in (getattr(text, k, None) for k in _EXPERTS) if n), 0)
     used = getattr(text, "num_experts_per_tok", 0) or 0

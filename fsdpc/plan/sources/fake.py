@@ -1,7 +1,8 @@
 """Fake tensors for a user's program: shapes and dtypes without bytes, on one device.
 
-A builder runs here as it stands: conversions, other devices, the meta device. What programs read
-back (ids, sizes, schedules) has values; the value of anything else is not known: a read raises.
+A user's function that builds a model runs here without changes: conversions, other devices and the
+meta device work. Small tensors whose values programs read (ids, sizes, schedules) have values. The
+values of all other tensors are not known, and a read of them raises.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from fsdpc._torch import TorchDispatchMode, TorchFunctionMode, fake_tensors, tre
 
 aten = torch.ops.aten
 SMALL = 1 << 16  # most elements of a tensor that has values
-PROBED = 1 << 28  # bytes of tensors with which a kernel is run to learn its workspace
+PROBED = 1 << 28  # about the most bytes of real tensors in a run that measures a kernel's workspace
 _COUNTING = {aten.arange, aten.linspace, aten.logspace, aten.scalar_tensor}
 _FILLED = {aten.zeros, aten.ones, aten.full, aten.randint, aten.randperm, aten.empty}
 
 
 @contextmanager
 def faking() -> Iterator[None]:
-    """Everything inside runs on fake tensors, and on one device, whichever a program names."""
-    log = logging.getLogger(fake_tensors().__name__)  # it prints tracebacks of its own
+    """Run the body on fake tensors, and on one device, whatever devices the program names."""
+    log = logging.getLogger(fake_tensors().__name__)  # torch logs tracebacks of failures there
     level, moved = log.level, _Conversions()
     with ExitStack() as stack:
         stack.enter_context(fake_tensors().FakeTensorMode(allow_non_fake_inputs=True))
@@ -47,8 +48,8 @@ def faking() -> Iterator[None]:
 
 
 def _made_anew(new: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``new``, which also takes what libraries call for a parameter on its way to the meta device
-    (accelerate's ``init_empty_weights``): ``type(parameter)(values, **vars(parameter))``.
+    """Return a ``__new__`` that also supports ``type(parameter)(values, **vars(parameter))``, with
+    which libraries move a parameter to the meta device (accelerate's ``init_empty_weights``).
     """
 
     def __new__(cls: type, first: Any = None, *args: Any, **state: Any) -> Tensor:
@@ -64,8 +65,9 @@ def _not_compiled(model: Any = None, **options: Any) -> Any:
 
 
 class _Conversions:
-    """``Module.to`` and the like: fake parameters cannot change in place, so entries are replaced.
-    A parameter that several modules have stays one.
+    """The implementation of ``Module.to`` and similar methods. Fake parameters cannot change in
+    place, so the entries of modules are replaced. A parameter that several modules share is
+    replaced by one new parameter.
     """
 
     def __init__(self) -> None:
@@ -93,12 +95,12 @@ class _Conversions:
             self._latest[id(tensor)] = (
                 tensor,
                 new,
-            )  # the old one stays alive, so that its id stays its own
+            )  # keep the old one alive, so that its id is not used again
         return new
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:
-    """``new`` with what makes ``old`` a parameter, and with its attributes."""
+    """Return ``new`` as a parameter if ``old`` is one, and with the attributes of ``old``."""
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
     for name, value in vars(old).items():
@@ -107,8 +109,9 @@ def _like(old: Tensor, new: Tensor) -> Tensor:
 
 
 def settle(module: nn.Module) -> None:
-    """Make all parameters and buffers fake tensors of one storage each: some are real (values of
-    small ones), and the storage of a copy has no identity.
+    """Replace parameters and buffers until each is a fake tensor with a storage that can be
+    identified. Before this call, small parameters and buffers may be real tensors with values, and
+    a copied fake tensor gives a new storage object at each read.
     """
     done: dict[int, Tensor] = {}
     for child in module.modules():
@@ -134,7 +137,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 class _OneDevice(TorchFunctionMode):
-    """Whatever device a program names, tensors stay on the one that they are on."""
+    """Replaces the devices that a program names by the CPU, so that all tensors are there."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -145,7 +148,7 @@ class _OneDevice(TorchFunctionMode):
         if kwargs.get("device") is not None:
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
-        # Only `to` takes a device by name or number; elsewhere texts and numbers mean other things.
+        # Only `to` takes a device by name or number. Elsewhere, texts and numbers are not devices.
         kinds = (str, int, torch.device) if func is Tensor.to else (torch.device,)
         devices = (isinstance(a, kinds) and not isinstance(a, bool) for a in args)
         args = [torch.device("cpu") if d else a for d, a in zip(devices, args, strict=True)]
@@ -153,7 +156,9 @@ class _OneDevice(TorchFunctionMode):
 
 
 class _Values(TorchDispatchMode):
-    """Small tensors that a program counts with have values, and so has what follows from these."""
+    """Gives values to small results of the operators in ``_COUNTING``, to small new tensors of
+    integers, and to small tensors that are computed from these.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +174,7 @@ class _Values(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func is aten.rand.default and torch.Size(args[0]).numel() == 1:
             args, kwargs = (args[0], 1 - 2**-24), {"dtype": torch.float32}
-            with fake_tensors().unset_fake_temporarily():  # no layer is dropped by chance
+            with fake_tensors().unset_fake_temporarily():  # so that LayerDrop drops no layer
                 return aten.full.default(*args, **kwargs)
         if func._schema.is_mutable:
             self._forget(func, args)
@@ -192,7 +197,7 @@ class _Values(TorchDispatchMode):
         return torch.Size(size).numel() <= SMALL
 
     def _forget(self, func: Any, args: Any) -> None:
-        """Note that real tensors into which unknown values are written have no known values now."""
+        """Mark the real tensors that ``func`` writes to: their values are unknown from now on."""
         for value, argument in zip(args, func._schema.arguments, strict=False):
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and isinstance(value, Tensor) and not is_fake(value):
@@ -216,7 +221,7 @@ def _grows(tensors: list[Tensor]) -> bool:
 
 
 def _grouped_mm(values: _Values, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """torch knows the shapes for bfloat16 alone; the operator takes other dtypes, too."""
+    """Return the result's shape for every dtype; torch computes the shape for bfloat16 only."""
     a, b, offsets = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs")
     rows, columns = a.shape[-2], b.shape[-1]
     shape = [rows, columns] if a.dim() != b.dim() else [a.shape[0], rows, columns]
@@ -231,8 +236,9 @@ def _grouped_mm(values: _Values, func: Any, args: Any, kwargs: dict[str, Any]) -
 
 
 def _rnn_layer(values: _Values, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The kernel saves a workspace whose size it alone knows: it runs once for each shape, with a
-    part of the batch where that would be large; the workspace is proportional to the batch.
+    """Return the results with a workspace of the right size. Only the kernel knows this size, so
+    the kernel runs once for each shape. If the tensors would be large, the kernel runs with a part
+    of the batch, because the workspace is proportional to the batch.
     """
     out = func(*args, **kwargs)
     x, hidden = args[0], args[9]
@@ -264,7 +270,7 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
 
 
 def sentence(error: BaseException) -> str:
-    """An error of a user's program in one line, with the line of the program that it came from."""
+    """Return an error of a user's program as one line of text, with the place in the program."""
     text = " ".join(str(error).split())[:200]
     reads = type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
     if reads:
@@ -276,7 +282,9 @@ def sentence(error: BaseException) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """The last line that is neither torch's, Python's nor fsdpc's; else the last of a library."""
+    """Return the last line of the traceback that is not in torch, Python or fsdpc. If there is
+    none, return the last line in a library.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own, python = str(Path(__file__).parents[2]), str(Path(logging.__file__).parents[1])
     packages = str(Path(torch.__file__).parents[1])

@@ -1,8 +1,8 @@
-"""Transformers from plain numbers: parameters, and activations by formula.
+"""Parameters and activations of transformers, computed from plain numbers.
 
-The formula counts what autograd saves in a pre-norm block with grouped-query attention and a gated
-MLP, tensor by tensor (the source of each term stands beside the term). ``trace.py`` beside this
-file is exact for any model, and a test holds the formula against it.
+The formula counts the tensors that autograd saves in a pre-norm block with grouped-query attention
+and a gated MLP. Each term has its source beside it. ``trace.py`` is exact for any model, and a test
+compares the formula with a trace.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from fsdpc.plan.model import ITEM_BYTES, Model, Moment, Param, Setup, Unit
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a decoder-only transformer. ``experts`` 0: a dense MLP. ``expert_tensors``: saved
-    tensors of width ``ffn`` per token and expert; ``dense_experts``: every expert gets every token.
-    ``gated``: the MLP has three matrices instead of two. ``inside``, ``around``: further parameters
-    of each block, and outside of blocks, by name. ``guessed``: no model of these sizes exists.
+    """Sizes of a decoder-only transformer. ``experts``: 0 for a dense MLP. ``expert_tensors``: the
+    saved tensors of width ``ffn`` per token and expert. ``dense_experts``: whether every expert
+    gets every token. ``gated``: whether the MLP has three matrices instead of two. ``inside``: the
+    elements of further parameters of each block, by name. ``around``: the same for parameters
+    outside of blocks. ``guessed``: whether no model of these sizes is known to exist.
     """
 
     name: str
@@ -92,7 +93,7 @@ def _preset(name: str, *sizes: int, **more: Any) -> Geometry:
 
 
 def _gpt2(hidden: int, ffn: int, positions: int) -> dict[str, Any]:
-    """How GPT-2 differs: biases, learned positions, two matrices in the MLP."""
+    """Return the options for GPT-2: it has biases, learned positions, two matrices in the MLP."""
     biases = (
         ("norms.bias", 2 * hidden),
         ("attention.bias", 4 * hidden),
@@ -102,8 +103,8 @@ def _gpt2(hidden: int, ffn: int, positions: int) -> dict[str, Any]:
     return {"gated": False, "inside": biases, "around": around}
 
 
-# From the models' published configurations, with as many parameters; gpt-oss-8e has 8 experts where
-# gpt-oss-20b has 32, and none of its biases.
+# Sizes are from the models' published configurations, and give the published numbers of parameters.
+# gpt-oss-8e has 8 experts instead of the 32 of gpt-oss-20b, and no biases.
 PRESETS = {
     g.name: g
     for g in (
@@ -144,8 +145,9 @@ def from_numbers(
     experts: int = 0,
     top_k: int = 2,
 ) -> Geometry:
-    """A geometry from what is known; the rest from the preset that is nearest in size, with the MLP
-    as wide as ``params`` then needs. ``ValueError``: too few numbers, or numbers that contradict.
+    """Return a geometry from the given numbers. Other sizes are those of the preset that is nearest
+    in size, and the width of the MLP is chosen so that the model has ``params`` parameters.
+    ``ValueError``: too few numbers, or numbers that contradict each other.
     """
     if params is None and (layers is None or hidden is None):
         raise ValueError("give a model (see --help), or --params, or --layers and --hidden")
@@ -192,7 +194,7 @@ def from_numbers(
 
 
 def count_of(text: str) -> float:
-    """A number such as ``7b``, ``350m`` or ``1e9``. ``ArgumentTypeError``: no such number."""
+    """Return the number in a text such as ``7b`` or ``1e9``. ``ArgumentTypeError``: no number."""
     scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
     try:
         return float(text[:-1] if scale != 1.0 else text) * scale
@@ -204,8 +206,9 @@ def count_of(text: str) -> float:
 
 
 def units_for(geometry: Geometry, wrap: str) -> tuple[Unit, ...]:
-    """``blocks``: a unit per block, the rest with the root; ``embeddings``: embedding and head are
-    units of their own, too; ``whole``: one unit.
+    """Return the units of a model. ``wrap`` is ``blocks`` (each block is a unit, all other
+    parameters are in the root), ``embeddings`` (embedding and head are also separate units), or
+    ``whole`` (one unit).
     """
     block, outside = geometry.block(), geometry.outside()
     if wrap == "whole":
@@ -237,14 +240,16 @@ def item_of(setup: Setup) -> int:
 
 
 def saved_item_of(setup: Setup) -> float:
-    """Bytes of a saved activation's element: fewer with ``compress``."""
+    """Return the bytes of an element of a saved activation, which ``compress`` reduces."""
     if not setup.compress:
         return item_of(setup)
     return bytes_per_element(setup.compress, item_of(setup))
 
 
 class Saved(NamedTuple):
-    """A tensor that autograd saves per token. ``packed``: ``compress`` keeps it in fewer bits."""
+    """A tensor that autograd saves: elements per token, and bytes of an element. ``packed``:
+    whether ``compress`` keeps the tensor in fewer bits.
+    """
 
     elements: int
     item: int
@@ -252,10 +257,12 @@ class Saved(NamedTuple):
 
 
 def attention_tensors(g: Geometry, setup: Setup) -> list[Saved]:
-    """Rotated q and k, v, what is inside, and the output (kept once as the output projection's
-    input). Inside, flash attention saves a log-sum-exp per head in fp32, eager attention its
-    probabilities. ``compress`` leaves what attention and softmax save as it is, but compresses what
-    other operations save of the same tensors, one of which is then kept twice.
+    """Return the saved tensors of attention: rotated q and k, v, a tensor of the attention itself,
+    and the output (which the output projection also saves, as its input). The tensor of the
+    attention is a log-sum-exp per head in fp32 for flash attention, and the probabilities for eager
+    attention. ``compress`` does not compress what attention and softmax save, but compresses what
+    other operations save. One tensor is therefore kept in both forms: the output of flash
+    attention, or the probabilities of eager attention.
     """
     c, flash = item_of(setup), setup.attention == "flash"
     q, kv = g.heads * g.head_dim, g.kv_heads * g.head_dim
@@ -267,8 +274,9 @@ def attention_tensors(g: Geometry, setup: Setup) -> list[Saved]:
 
 
 def mlp_tensors(g: Geometry, setup: Setup) -> list[Saved]:
-    """Gate, up, silu(gate) and their product, each as wide as the MLP; without a gate, up and its
-    activation. Experts: the router's weights, and per expert ``expert_tensors``.
+    """Return the saved tensors of the MLP: gate, up, silu(gate) and the product of the last two,
+    each as wide as the MLP; without a gate, up and its activation. A model with experts saves the
+    router's weights, and ``expert_tensors`` tensors for each expert of a token.
     """
     wide = Saved(g.ffn, item_of(setup))
     if not g.experts:
@@ -278,8 +286,8 @@ def mlp_tensors(g: Geometry, setup: Setup) -> list[Saved]:
 
 
 def block_tensors(g: Geometry, setup: Setup) -> list[Saved]:
-    """What a block's backward needs, in the order of a block: the inputs of both norms, their 1/rms
-    in fp32 and their results, attention and MLP.
+    """Return the tensors that a block saves for backward, in order: for each norm its input, 1/rms
+    in fp32 and the result, then the tensors of attention or MLP.
     """
     hidden = Saved(g.hidden, item_of(setup))
     norm = [hidden, Saved(1, 4, False), hidden]
@@ -297,8 +305,9 @@ def block_saved(g: Geometry, setup: Setup) -> int:
 
 
 def packing_bytes(g: Geometry, setup: Setup) -> int:
-    """Bytes that a micro-batch reads and writes to pack saved activations, or to unpack them: each
-    tensor's plain and packed bytes. In checkpointed blocks nothing is packed.
+    """Return the bytes that a micro-batch reads and writes to pack saved activations: the plain and
+    the packed bytes of each tensor. Unpacking reads and writes as many. Tensors of checkpointed
+    blocks are not packed.
     """
     whole, packed = item_of(setup), saved_item_of(setup)
     if not setup.compress or packed >= whole:
@@ -309,8 +318,8 @@ def packing_bytes(g: Geometry, setup: Setup) -> int:
 
 
 def offloaded(g: Geometry, setup: Setup) -> tuple[Away, list[int]]:
-    """Bytes that ``activations.offload`` has in each memory after the forward of all blocks, and
-    bytes of each block that are not copied.
+    """Return the bytes of saved activations in each memory with ``activations.offload``, after the
+    forward of all blocks, and for each block the bytes that are not copied to the host.
     """
     tokens = setup.micro_batch * setup.sequence
     plain = block_tensors(g, replace(setup, compress=""))
@@ -324,8 +333,8 @@ def offloaded(g: Geometry, setup: Setup) -> tuple[Away, list[int]]:
 
 
 def logit_bytes(setup: Setup) -> int:
-    """Bytes per logit at the loss. Unfused: logits, their fp32 copy, log-softmax and gradient; a
-    chunked or fused loss keeps none of them for the whole batch.
+    """Return the bytes per logit at the loss: logits, their fp32 copy, log-softmax and gradient. A
+    chunked or fused loss never has these for all tokens at once.
     """
     c = item_of(setup)
     return 12 if c == 4 else c + 12
@@ -335,7 +344,7 @@ FUSED_CHUNK = 1024  # a fused loss holds the logits of this many tokens at a tim
 
 
 def build(g: Geometry, setup: Setup, wrap: str = "blocks") -> Model:
-    """The model in the planner's form. Pure arithmetic; blocks are equal."""
+    """Return the planner's model of a geometry, whose blocks are all equal. Only arithmetic."""
     g = part_of(g, setup)
     c, tokens = item_of(setup), setup.micro_batch * setup.sequence
     units, mlp = units_for(g, wrap), "gated" if g.gated else "plain"
@@ -358,7 +367,9 @@ def build(g: Geometry, setup: Setup, wrap: str = "blocks") -> Model:
 
 
 def _in_flight(moments: tuple[Moment, ...], setup: Setup) -> tuple[Moment, ...]:
-    """The moments, with what a pipeline's first stage has saved of earlier micro-batches (1F1B)."""
+    """Return ``moments``, with a moment for activations of earlier micro-batches. The first stage
+    of a pipeline (1F1B) has saved these activations.
+    """
     earlier = min(setup.pipeline, setup.accumulation) - 1
     saved = sum(m.delta for m in moments if m.phase == "forward" and m.unit.startswith("blocks"))
     if not earlier:
@@ -369,8 +380,8 @@ def _in_flight(moments: tuple[Moment, ...], setup: Setup) -> tuple[Moment, ...]:
 
 
 def part_of(g: Geometry, setup: Setup) -> Geometry:
-    """What one GPU of a tensor- and pipeline-parallel group has: the stage with the embedding and
-    the head. ``ValueError`` names what cannot be divided.
+    """Return the part of the model on one GPU of a tensor- and pipeline-parallel group. The part
+    has the embedding and the head, too. ``ValueError`` names a size that cannot be divided.
     """
     t, stages = setup.tensor, setup.pipeline
     if t == stages == 1:
@@ -395,9 +406,10 @@ def part_of(g: Geometry, setup: Setup) -> Geometry:
 
 
 def doubt(g: Geometry, setup: Setup) -> float:
-    """How much more transformers' blocks save than the formula says, at most, for Llama, Mistral,
-    Qwen2, Mixtral and, without a gate, GPT-2. The formula has fused norms, rotary embeddings,
-    dropout and GELU, and an eager softmax that is not in fp32.
+    """Return the largest fraction by which blocks of the transformers library save more than the
+    formula says, for Llama, Mistral, Qwen2, Mixtral and, without a gate, GPT-2. The formula assumes
+    that norms, rotary embeddings, dropout and GELU are fused, and that an eager softmax is not in
+    fp32.
     """
     if not g.gated:
         return 2.0
@@ -411,15 +423,17 @@ def _doubted(g: Geometry, setup: Setup) -> str:
 
 
 def flops(g: Geometry, setup: Setup, tokens: int) -> float:
-    """FLOPs of forward and backward: 6 per active parameter and token (the embedding is an indexed
-    read), and causal attention.
+    """Return the FLOPs of forward and backward: 6 per active parameter and token, and those of
+    causal attention. The embedding has none, because it only reads rows.
     """
     dense = 6.0 * (g.active - (0 if g.tied else g.vocab * g.hidden)) * tokens
     return dense + 6.0 * g.layers * g.heads * g.head_dim * setup.sequence * tokens
 
 
 def is_checkpointed(i: int, layers: int, ratio: float) -> bool:
-    """Whether block ``i`` is recomputed: evenly spread, ``round(ratio * layers)`` in all."""
+    """Return whether block ``i`` is recomputed. ``round(ratio * layers)`` blocks, evenly spread,
+    are recomputed.
+    """
     count = round(ratio * layers)
     return (i + 1) * count // layers > i * count // layers
 
@@ -434,7 +448,7 @@ def _moments(g: Geometry, setup: Setup, tokens: int, c: int, wrap: str) -> Itera
     first, last = [max(each, inside) for each in kept], [0] * g.layers
     if setup.offload_activations:
         gone, kept = offloaded(g, setup)
-        # From the first block on, the GPU has the tensors that were saved last.
+        # After the first block, the GPU always has the tensors that were saved last.
         others = max(gone.moving - gone.resident, 0)
         first = [each + max(others, inside) for each in kept]
         first[0] += min(gone.moving, gone.resident)
@@ -443,7 +457,7 @@ def _moments(g: Geometry, setup: Setup, tokens: int, c: int, wrap: str) -> Itera
     rows = tokens if setup.loss == "unfused" else min(tokens, FUSED_CHUNK)
     logits, tail = rows * g.vocab * logit_bytes(setup), 3 * hidden
     outside = sum(p.numel for p in g.outside()) * c
-    held = 0 if wrap == "embeddings" else outside  # the root's gradients stay until the end
+    held = 0 if wrap == "embeddings" else outside  # gradients, until backward ends
     for i in range(g.layers):
         yield Moment("forward", f"blocks.{i}", first[i] + hidden, kept[i])
     yield Moment("forward", "head and loss", logits + tail, logits + tail, logits=logits)
@@ -472,13 +486,14 @@ def _moments(g: Geometry, setup: Setup, tokens: int, c: int, wrap: str) -> Itera
     yield Moment("backward", "embedding", 0, -held - hidden, held)
 
 
-# Model types whose blocks have the parameters of ``Geometry.block`` and those named below.
+# Model types whose blocks have the parameters of ``Geometry.block`` and those that ``geometry_of``
+# adds.
 _KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2")
 
 
 def geometry_of(config: dict[str, Any], name: str) -> Geometry:
-    """The sizes in a transformers configuration. ``ValueError`` names the model type that is not
-    known here, or the key that is missing.
+    """Return the geometry of a transformers configuration. ``ValueError`` names the model type that
+    is not known here, or the missing key.
     """
     kind = config.get("model_type")
     if kind not in _KNOWN:

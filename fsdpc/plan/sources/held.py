@@ -1,4 +1,4 @@
-"""What a run holds on this rank, beside the plan for it: lines of the ledger from trees, from
+"""The memory of a run on this rank, beside its plan: lines of a ledger, made from trees, from
 optimizers and from torch's allocator.
 """
 
@@ -29,7 +29,9 @@ from fsdpc.plan.sources.modules import units_of_tree
 
 
 def engine_lines(trees: Iterable[Any]) -> list[Line]:
-    """The engine's rows of these trees together. A tree without slots holds what its units have."""
+    """Return the lines of the engine's roles, summed over these trees. A tree without slots has the
+    shards of its units only.
+    """
     planned: Counter[str] = Counter()
     actual: Counter[str] = Counter()
     for tree in trees:
@@ -46,7 +48,7 @@ def engine_lines(trees: Iterable[Any]) -> list[Line]:
 
 
 def planned_by_unit(tree: Any) -> list[dict[str, Any]]:
-    """The footprint of each unit of a tree, in the tree's order."""
+    """Return the footprint of each unit of a tree, in the order of the tree."""
     found: dict[int, dict[str, Any]] = {}
     for places, memory in _memories(tree, False):
         found.update(zip(places, memory.by_unit, strict=True))
@@ -54,7 +56,9 @@ def planned_by_unit(tree: Any) -> list[dict[str, Any]]:
 
 
 def _memories(tree: Any, local: bool) -> Iterator[tuple[list[int], EngineMemory]]:
-    """For each group, as numbers of ranks may differ: places of its units, and their memory."""
+    """Yield, for each group of ranks, the positions of its units in the tree, and their memory.
+    Groups are planned one by one, because they may have different numbers of ranks.
+    """
     plans = plans_of(tree, local)
     for group in dict.fromkeys(unit.group for unit, _ in plans):
         places = [i for i, (unit, _) in enumerate(plans) if unit.group == group]
@@ -63,8 +67,8 @@ def _memories(tree: Any, local: bool) -> Iterator[tuple[list[int], EngineMemory]
 
 
 def plans_of(tree: Any, local: bool) -> list[tuple[Unit, Setup]]:
-    """Each unit of a tree as the planner has it, with the options of its group. ``local``: whether
-    gradients of ``no_sync`` are kept.
+    """Return the planner's ``Unit`` for each unit of a tree, with the setup of its group of ranks.
+    ``local``: whether gradients of ``no_sync`` are kept.
     """
     found = []
     for plan, unit in zip(units_of_tree(tree), tree.units, strict=True):
@@ -82,7 +86,7 @@ def setup_of(comm: Any, replicate: Any, local: bool) -> Setup:
     if comm.device is not None:
         gpu = _C.cuda_device(comm.device)
         where = {"align_bytes": gpu["align_bytes"], "range_grain": gpu["grain_bytes"]}
-    blocks = comm.kind == "c10d" and not comm.flies  # such a wire has 2 slots, not 3
+    blocks = comm.kind == "c10d" and not comm.flies  # a blocking wire has 2 slots, not 3
     if comm.kind == "c10d" and comm.device is None:
         where.update(transport="wire", senders=comm.senders, receivers=comm.receivers)
     return Setup(
@@ -100,7 +104,9 @@ def setup_of(comm: Any, replicate: Any, local: bool) -> Setup:
 
 
 def _reduced(plan: Unit, unit: Any, setup: Setup) -> Unit:
-    """The plan, with the dtype in which this run sends gradients if the user named none."""
+    """Return ``plan``. If the user gave no dtype for gradients, the returned unit has the dtype in
+    which this run sends them.
+    """
     if unit.reduce_dtype is not None or setup.transport != "stream" or unit.param_dtype is None:
         return plan
     return replace(plan, reduce=dtype_name(default_dtype(unit.param_dtype, unit.groups.shard)))
@@ -119,18 +125,22 @@ def states_of(optimizer: Any) -> int:
 
 
 def state_tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors in (a part of) an optimizer's state, each once; this rank's part of DTensors."""
+    """Return the tensors in an optimizer's state, or in a part of it, each once. A DTensor is
+    replaced by its local tensor.
+    """
     found = {id(leaf): leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, torch.Tensor)}
     return [t.to_local() if isinstance(t, DTensor) else t for t in found.values()]
 
 
 def optimizers_of(units: Iterable[Any]) -> list[torch.optim.Optimizer]:
-    """The optimizers of units' parameters, found among all objects: nobody keeps a list."""
+    """Return the optimizers of the units' parameters. The search covers all Python objects, because
+    no list of optimizers exists.
+    """
     owned = {id(param) for unit in units for param in unit.shard_params}
     return [
         one
         for one in gc.get_objects()
-        if issubclass(type(one), torch.optim.Optimizer)  # isinstance runs code of odd objects
+        if issubclass(type(one), torch.optim.Optimizer)  # isinstance may run an object's own code
         and any(id(p) in owned for group in one.param_groups for p in group["params"])
     ]
 
@@ -139,7 +149,7 @@ def optimizers_of(units: Iterable[Any]) -> list[torch.optim.Optimizer]:
 
 
 def gpu_of(tree: Any) -> torch.device | None:
-    """The GPU of a tree, if torch can use it."""
+    """Return the GPU of a tree. Return None if the tree is on the CPU or torch has no GPU."""
     device = tree.units[0].device
     return device if device.type == "cuda" and torch.cuda.is_available() else None
 
@@ -150,8 +160,8 @@ def cache_line(device: torch.device) -> str:
 
 
 def largest_free(segments: Sequence[dict[str, Any]]) -> int:
-    """The largest block that torch's cache could hand out without the driver, in bytes.
-    ``segments``: from ``torch.cuda.memory_snapshot()``.
+    """Return the bytes of the largest block that torch's cache can give out without a call of the
+    driver. ``segments``: from ``torch.cuda.memory_snapshot()``.
     """
     blocks = (block for segment in segments for block in segment["blocks"])
     return max((b["size"] for b in blocks if b["state"] == "inactive"), default=0)

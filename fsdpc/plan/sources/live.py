@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive, by storage: views of one storage count once."""
+"""A counter of the bytes of live tensors. Tensors that share a storage are counted once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from fsdpc._torch import TorchDispatchMode, tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operators allocate while the mode is active, fake ones too.
+    """Counts the storages that operators allocate while the mode is active. Storages of fake
+    tensors count, too.
 
-    ``bytes``: alive now; ``top``: the most since ``start``. Workspace that an operator allocates
-    and frees by itself is not seen.
+    ``bytes``: the live bytes now. ``top``: the most live bytes since ``start``. Workspace that an
+    operator allocates and frees by itself is not counted.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -26,7 +27,7 @@ class LiveBytes(TorchDispatchMode):
         self._ids = {id(storage) for storage in self._known}
 
     def start(self) -> None:
-        """Begin a part: from now on ``top`` is the maximum of this part."""
+        """Begin a new part: ``top`` is the maximum from now on."""
         self.top = self.bytes
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""Units of a module tree: of one that is not sharded yet, by a wrap policy, or of a sharded one."""
+"""The units of a module tree that is sharded, or that a wrap policy would shard."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fsdpc.plan.sources.planned import Call, planning
 
 
 class _StandIn(nn.Module):
-    """Takes the place of an FSDP instance while a policy is applied."""
+    """A stand-in for an FSDP instance while a policy is applied."""
 
     _fsdpc_is_unit = True
 
@@ -39,7 +39,7 @@ class _StandIn(nn.Module):
         self._unit: Any = None
 
     def take(self, ignored: Ignored) -> None:
-        """Find the parameters that no nested unit has, each once."""
+        """Find the parameters of the module that are in no nested unit, each once."""
         module = self._modules[FSDP_WRAPPED]
         assert module is not None
         seen: set[int] = set()
@@ -57,7 +57,7 @@ class _StandIn(nn.Module):
 def _wrapped(
     root: nn.Module, policy: Any, mixed: MixedPrecision | None, ignored: Ignored
 ) -> Iterator[_StandIn]:
-    """``root`` with stand-ins where FSDP instances would be; its modules are back on exit."""
+    """Yield ``root`` with stand-ins in place of FSDP instances. Restore its modules on exit."""
     classes = tuple(mixed._module_classes_to_ignore) if mixed is not None else ()
     made: list[_StandIn] = []
 
@@ -87,9 +87,9 @@ def units_of(
     mixed_precision: MixedPrecision | None = None,
     ignored_states: Any = None,
 ) -> tuple[Unit, ...]:
-    """The units that ``FullyShardedDataParallel(module, auto_wrap_policy=policy)`` would make, in
-    module order, the root's first. Local; ``module`` may be on the meta device and is unchanged
-    afterwards. ``ValueError``: ``module`` is sharded already.
+    """Return the units that ``FullyShardedDataParallel(module, auto_wrap_policy=policy)`` would
+    make, in module order, beginning with the root. Local. ``module`` may be on the meta device, and
+    is unchanged afterwards. ``ValueError``: ``module`` is sharded already.
     """
     if any(is_unit_module(m) for m in module.modules()):
         raise ValueError("this model is sharded already; see fsdpc.memory_report(model)")
@@ -122,9 +122,9 @@ def _unit(
 
 
 def units_of_calls(module: nn.Module, shard: Callable[[nn.Module], Any]) -> tuple[Unit, ...]:
-    """The units that ``shard(module)`` makes by calls of ``fsdpc.fully_shard``, in module order,
-    the root's first. Local; as in ``units_of``. ``ValueError``: there are no calls, or none for
-    ``module`` itself.
+    """Return the units that ``shard(module)`` makes by calls of ``fsdpc.fully_shard``, in module
+    order, beginning with the root. Local; ``module`` is treated as in ``units_of``. ``ValueError``:
+    ``shard`` does not call ``fully_shard`` with ``module`` itself.
     """
     with planning() as calls:
         shard(module)
@@ -179,7 +179,9 @@ def _param(name: str, param: nn.Parameter) -> Param:
 
 
 def units_of_tree(tree: Any) -> tuple[Unit, ...]:
-    """The units of an engine's tree, as the engine has made them, for either front end."""
+    """Return the units of an engine's tree, as the engine has made them. Works for both front
+    ends.
+    """
     groups: dict[int, str] = {}
     found = []
     for unit, depth in zip(tree.units, tree.depths, strict=True):

@@ -1,7 +1,8 @@
-"""Calls of ``fully_shard`` that are planned instead of made.
+"""Calls of ``fully_shard`` that are recorded for a plan, but shard nothing.
 
-Inside ``planning()`` a call checks its arguments, notes what it would manage and changes nothing
-but a mark on the modules, which is removed afterwards. No process group is needed.
+Inside ``planning()`` a call checks its arguments and records the modules and parameters that it
+would manage. The call only sets a mark on the modules, and the mark is removed afterwards. No
+process group is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from fsdpc._fsdp2.module import PLANNERS
 
 @dataclass
 class Call:
-    """One call, kept in the place of a ``State``. ``reshard_after_forward``: as it was given."""
+    """A recorded call. Inside ``planning()``, the modules have this object in place of a ``State``.
+    ``reshard_after_forward`` is the argument of the call.
+    """
 
     modules: list[nn.Module]
     infos: list[ParamInfo]
@@ -35,7 +38,7 @@ class Call:
 
 @contextmanager
 def planning() -> Iterator[list[Call]]:
-    """The calls that the body makes, in their order; their marks are removed on exit."""
+    """Yield a list that gets the calls of the body, in order. Remove their marks on exit."""
     calls: list[Call] = []
 
     def note(modules: list[nn.Module], *rest: Any) -> None:

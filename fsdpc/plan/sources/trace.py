@@ -1,8 +1,9 @@
-"""Activations of any model, by running one forward and backward on fake tensors.
+"""Activations of any model, from a trace of one forward and backward on fake tensors.
 
-Fake tensors have shapes and dtypes but no bytes. The model runs unsharded; parameters do not count,
-because the engine owns them, and whole gradients go as soon as a unit's are complete, as the engine
-packs them. Every block is traced: blocks that look alike may compute different things.
+Fake tensors have shapes and dtypes but no bytes. The model runs unsharded. Parameters are not
+counted, because the engine owns them. The whole gradients of a unit are freed when all of them are
+complete, as the engine packs them then. Every block is traced, because blocks that look alike may
+compute different things.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from fsdpc._torch import tree_leaves
 from fsdpc.plan.model import Moment
 from fsdpc.plan.sources.live import LiveBytes
 
-FEW = 3  # a list of so many modules is not one of repeated blocks yet
+FEW = 3  # a list of this many modules or fewer does not count as repeated blocks
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a user's function returns, as a dict with these keys or a tuple of the first three.
+    """The training that a user's function returns. The function may return a dict whose keys are
+    names of these fields, or a tuple of the first one, two or three fields.
 
     ``inputs``: positional arguments, or a dict of keywords. ``loss``: a function of (output,
-    inputs) or of the output alone, to a scalar; None: ``loss_of_output``. ``shard(model)`` returns
-    the sharded model (default: FSDP with a unit per repeated block). For ``fsdpc check``:
-    ``optimizer``, an optimizer or a function of the sharded model that makes one (default: SGD,
-    lr 0.1), and ``clip(model)``, called for both models between backward and step.
+    inputs), or of the output, that returns a scalar; None: ``loss_of_output``. ``shard(model)``
+    returns the sharded model (default: FSDP with a unit per repeated block). ``fsdpc check`` also
+    uses ``optimizer``, an optimizer or a function that makes one from the sharded model (default:
+    SGD with lr 0.1), and ``clip(model)``, which it calls for both models between backward and step.
     """
 
     model: nn.Module
@@ -44,7 +46,7 @@ class Training:
     clip: Callable[[nn.Module], Any] | None = None
 
     def forward(self, model: nn.Module | None = None) -> Tensor:
-        """The loss of one forward of ``model``; None: of the training's own model."""
+        """Return the loss of one forward of ``model`` (None: of the training's model)."""
         inputs, run = self.inputs, self.model if model is None else model
         if isinstance(inputs, dict):
             output = run(**inputs)
@@ -66,7 +68,9 @@ def _takes_one(loss: Callable[..., Tensor]) -> bool:
 
 
 def loss_of_output(output: Any) -> Tensor:
-    """``output.loss`` if it has one, a scalar output itself, else the mean of the first tensor."""
+    """Return ``output.loss`` if there is one. Otherwise take the first floating tensor in the
+    output. Return this tensor if it is a scalar, else its mean.
+    """
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own
@@ -80,7 +84,7 @@ def loss_of_output(output: Any) -> Tensor:
 
 
 class _Recorder:
-    """Cuts a step into moments at the borders of units."""
+    """Divides a step into moments, at the beginning and the end of units."""
 
     def __init__(self, units: dict[str, list[nn.Parameter]]) -> None:
         self.units = units
@@ -150,9 +154,9 @@ class _Recorder:
 
 
 def trace(run: Training, units: dict[str, list[nn.Parameter]], cast: Any = None) -> list[Moment]:
-    """The moments of one forward and backward. ``units``: parameters by the name of the unit's
-    module; ``cast``: dtype of floating inputs. Everything must be fake already; parameters'
-    gradients are None afterwards. Local. Errors of the model's own forward pass through.
+    """Return the moments of one forward and backward. ``units``: parameters by the name of the
+    unit's module. ``cast``: the dtype of floating inputs. All tensors must be fake. Afterwards the
+    gradients of all parameters are None. Local. Exceptions of the model's forward are not caught.
     """
     recorder = _Recorder(units)
     owned = [*run.model.parameters(), *run.model.buffers()]
@@ -169,7 +173,7 @@ def trace(run: Training, units: dict[str, list[nn.Parameter]], cast: Any = None)
             stack.callback(post.remove)
         recorder.watch_gradients(stack)
         recorder.live = stack.enter_context(LiveBytes(known))
-        if cast is not None:  # as the root's forward casts: only it has the copies
+        if cast is not None:  # cast inside the forward, which then frees the copies
             inner = run.model.register_forward_pre_hook(
                 lambda m, args, kwargs: cast_arguments(cast, args, kwargs), with_kwargs=True
             )
@@ -188,8 +192,9 @@ def trace(run: Training, units: dict[str, list[nn.Parameter]], cast: Any = None)
 
 
 def repeated(module: nn.Module) -> dict[str, int]:
-    """Lists of more than three blocks of one kind: name and length. Lists within lists are left
-    alone. One kind: of one class of the user's, or equal modules of torch's.
+    """Return the name and the length of each list of more than three blocks of one kind. Lists
+    inside such a list are left out. Blocks are of one kind if they are of the same class, or, for
+    classes of torch, if they are equal modules.
     """
     found: dict[str, int] = {}
     for name, child in module.named_modules():
@@ -214,8 +219,8 @@ def _signature(block: nn.Module) -> Any:
 
 
 def checkpointed(blocks: list[nn.Module]) -> ExitStack:
-    """Recompute these modules in backward, as ``torch.utils.checkpoint`` does, until the returned
-    stack is closed.
+    """Let these modules recompute their activations in backward, by ``torch.utils.checkpoint``,
+    until the returned stack is closed.
     """
     stack = ExitStack()
     for block in blocks:
@@ -232,7 +237,7 @@ def checkpointed(blocks: list[nn.Module]) -> ExitStack:
 
 
 def bytes_of_tensors(value: Any) -> int:
-    """Bytes of all tensors in a structure, each storage once."""
+    """Return the bytes of all tensors in a structure. A shared storage counts once."""
     storages = {
         id(t.untyped_storage()): t.untyped_storage().nbytes()
         for t in tree_leaves(value)

@@ -1,9 +1,9 @@
 """A model from the user's ``module:function``, traced on fake tensors.
 
 The function takes no arguments and returns ``model``, ``(model, inputs)`` or ``(model, inputs,
-loss)``; see ``trace.Training``. It is called in ``fake.faking``: a model of any size costs no
-memory, unless the function itself loads values. Where the model's step cannot be traced, the plan
-has the engine's memory, and says what is missing.
+loss)``; see ``trace.Training``. The function is called inside ``fake.faking``, so that a model of
+any size takes no memory, unless the function loads values. If the model's step cannot be traced,
+the plan has only the engine's memory, and says what is missing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def load(text: str) -> Factory:
 
 
 def training_of(made: Any) -> _trace.Training:
-    """What the user's function returned, as a ``Training``. ``TypeError``: it cannot be one."""
+    """Return ``made``, the result of a user's function, as a ``Training``. ``TypeError``: the
+    result has none of the known forms.
+    """
     if isinstance(made, dict) and isinstance(made.get("model"), nn.Module):
         return _trace.Training(**{k: v for k, v in made.items() if k in _KEYS})
     parts = made if isinstance(made, tuple) else (made,)
@@ -67,16 +69,16 @@ def training_of(made: Any) -> _trace.Training:
 
 
 def policy_for(module: nn.Module, wrap: str) -> Any:
-    """A wrap policy by name: ``blocks`` (the classes of repeated blocks), ``whole`` (None), or
-    class names with commas between them. ``ValueError``: no module is of such a class.
+    """Return a wrap policy by name: ``blocks`` (for the classes of repeated blocks), ``whole``
+    (None), or class names with commas between them. ``ValueError``: no module has such a class.
     """
     classes = classes_for(module, wrap)
     return ModuleWrapPolicy(classes) if classes else None
 
 
 def fully_shard_by(wrap: str, precision: MixedPrecisionPolicy | None = None) -> Any:
-    """A function that calls ``fully_shard`` on the modules that ``policy_for`` would wrap, inner
-    ones first, and on the model. The returned function is collective, except in ``planning()``.
+    """Return a function that calls ``fully_shard`` on the modules that ``policy_for`` would wrap,
+    inner ones first, and then on the model. The function is collective, except in ``planning()``.
     """
 
     def shard(model: nn.Module) -> nn.Module:
@@ -108,7 +110,7 @@ def classes_for(module: nn.Module, wrap: str) -> set[type[nn.Module]]:
 
 
 def _splits_a_tie(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a parameter of a module of this class is used outside of it, too."""
+    """Return whether a parameter of a module of this class is also used outside of that module."""
 
     def uses(of: nn.Module) -> Counter[int]:
         return Counter(id(p) for m in of.modules() for p in m._parameters.values() if p is not None)
@@ -119,9 +121,10 @@ def _splits_a_tie(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks", api: str = "") -> Model:
-    """The planner's model of what ``factory`` makes. ``wrap``: a name for ``policy_for``, or a
-    policy; ``api``: ``fully_shard``, or the wrapper class. What the factory gives as ``shard`` is
-    planned instead of these. ``ValueError``: the factory raises; the message names the line.
+    """Return the planner's model of the training that ``factory`` makes. ``wrap``: a name for
+    ``policy_for``, or a policy. ``api``: ``fully_shard``, or any other text for the wrapper class.
+    If the training has ``shard``, that function is planned instead. ``ValueError``: the factory
+    raises; the message names the line.
     """
     with faking():
         made = _made(factory)
@@ -146,7 +149,7 @@ def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks", api: str 
         packed = _packed(module)
         values = sum(u.numel for u in units) + packed
         trained = sum(p.numel for u in units for p in u.params if p.trainable)
-        forward = 2.0 * tokens * (values - idle)  # backward: twice that, once where frozen
+        forward = 2.0 * tokens * (values - idle)  # backward: 2 x this (frozen weights: 1 x)
         return Model(
             name=type(module).__name__,
             units=units,
@@ -176,7 +179,7 @@ def _made(factory: Factory) -> Any:
 def _step(
     run: _trace.Training, units: tuple[Unit, ...], setup: Setup
 ) -> tuple[tuple[Moment, ...], str]:
-    """The moments of a step, and, if there are none, the reason."""
+    """Return the moments of a step, and, if there are none, the reason, else ""."""
     nothing = "activations are not in the plan: "
     if run.inputs is None:
         return (), nothing + "no inputs were given"
@@ -192,7 +195,7 @@ def _step(
 
 
 def _packed(module: nn.Module) -> int:
-    """Values in codes of ``fsdpc.lowbit``, less the bytes that hold them."""
+    """Return the number of quantized values of ``fsdpc.lowbit``, minus the bytes that hold them."""
     weights = {
         id(layer.weight): len(layer.weight) * layer.row - layer.weight.numel()
         for _, layer in coded_layers(module)
@@ -201,7 +204,9 @@ def _packed(module: nn.Module) -> int:
 
 
 def _idle(module: nn.Module) -> int:
-    """Parameters of experts that a token does not use, by the numbers in a transformers config."""
+    """Return how many parameters of experts a token does not use, by the numbers of experts in a
+    transformers configuration.
+    """
     config = getattr(module, "config", None)
     count, used = configs.experts_of(config) if config is not None else (0, 0)
     stacked = (p for p in module.parameters() if count and p.dim() == 3 and p.shape[0] == count)
@@ -227,7 +232,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _tokens(inputs: Any) -> int:
-    """Elements of the first integer tensor: token ids. 0 without one."""
+    """Return the number of token ids: the elements of the first integer tensor, or 0."""
     tensors = [t for t in _trace.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     return next((t.numel() for t in tensors if not t.is_floating_point()), 0)
 
@@ -253,7 +258,9 @@ def _moments(run: _trace.Training, units: tuple[Unit, ...], setup: Setup) -> lis
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters to the compute dtype, as modules see them; batch norms compute in fp32."""
+    """Replace parameters by copies in the compute dtype, which modules compute with. Batch norms
+    compute in fp32.
+    """
     kept = [
         m
         for m in module.modules()
@@ -261,7 +268,7 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     ]
     for child in kept:
         FullPrecisionHooks(child)
-    done: dict[int, nn.Parameter] = {}  # a parameter that several modules have stays one
+    done: dict[int, nn.Parameter] = {}  # by id: modules that share a parameter still share it
     for child in module.modules():
         if child not in kept:
             for name, param in child._parameters.items():
