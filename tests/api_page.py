@@ -1,6 +1,7 @@
 """Writes docs/api.md: every public name with its signature and docstring (`make docs`).
 
-python tests/api_page.py [--write]     (without: prints the page)
+python tests/api_page.py            print the page
+python tests/api_page.py --write    write docs/api.md
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ dtypes are stated where they are not torch's. A name that is not here is private
 Which of torch's names is the same, better or refused: [compatibility.md](compatibility.md).
 """
 
-# Shown beside the names in `__all__`: what calls return, and base classes with methods for users.
+# Classes that the page shows in addition to the names in `__all__`: types that calls return, and
+# base classes with methods for users.
 MORE = {
     "fsdpc": ("fsdpc.plan.report.MemoryReport", "fsdpc.plan.profiled.Profile"),
     "fsdpc.optim": ("fsdpc.optim._base.FusedOptimizer",),
@@ -41,7 +43,7 @@ MODULES = (
     "fsdpc.wrap",
     "fsdpc.fully_sharded_data_parallel",
 )
-# Methods for other parts of the package, whose names have no underscore.
+# Methods whose names have no underscore, but that are only for other modules of the package.
 INTERNAL = {
     "FullyShardedDataParallel": {"forget_unit_hooks", "training_state", "params"},
     "AdamMini": {"block_length"},
@@ -54,7 +56,7 @@ COLUMNS = 100
 
 
 class Entry:
-    """A heading of the page: a name of a module, or a method of a class."""
+    """An entry of the page: a public name of a module, or a method of a class."""
 
     def __init__(self, name: str, value: Any) -> None:
         self.name, self.value = name, value
@@ -65,8 +67,10 @@ class Entry:
 
     @property
     def members(self) -> list[Entry]:
-        """Public methods and properties that fsdpc defines, those of bases on this page left out.
-        Overrides without a docstring are torch's to describe.
+        """Return the public methods and properties that fsdpc defines.
+
+        Members of a base class that has an entry of its own are left out. So are methods without a
+        docstring that override torch's, because torch's documentation describes them.
         """
         own: dict[str, Any] = {}
         if not isinstance(self.value, type):
@@ -114,7 +118,7 @@ def listed(base: type) -> bool:
 
 
 def written(name: str, signature: inspect.Signature, context: bool) -> str:
-    """A signature as a ``def`` without its colon; one parameter a line where it is too long."""
+    """Write a signature like a ``def`` without the colon. A long one has a line per parameter."""
     parts, kind = [], None
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and kind not in (
@@ -154,7 +158,7 @@ def default(value: Any) -> str:
 
 
 def markdown(doc: str) -> str:
-    """A docstring as Markdown: code in single backticks, ``Args:`` and the like as lists."""
+    """Convert a docstring to Markdown, with code in single backticks and ``Args:`` as a list."""
     doc = re.sub(r"``(.+?)``", r"`\1`", doc, flags=re.DOTALL)
     blocks = re.split(r"^(Args|Raises):\n((?:[ ]{4}.*\n?|\n(?=[ ]{4}))+)", doc, flags=re.MULTILINE)
     out = [blocks[0]]
@@ -169,7 +173,7 @@ def as_item(match: re.Match[str]) -> str:
 
 
 def anchor(heading: str) -> str:
-    """The anchor that sites that show Markdown make of a heading."""
+    """Return the anchor that a site makes for a heading when it renders Markdown."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
@@ -178,7 +182,10 @@ def is_torchs(value: Any) -> bool:
 
 
 def entries(module: str) -> list[Entry]:
-    """The names that a module makes itself, and what they return; each once on the page."""
+    """Return the names that a module itself defines, and its classes in ``MORE``.
+
+    A name that ``fsdpc`` itself also has is left out of the entries of every other module.
+    """
     here = import_module(module)
     names = [n for n in here.__all__ if not n.startswith("_") and n != "FSDP"]
     found = [Entry(f"{module}.{n}", getattr(here, n)) for n in names]
@@ -194,7 +201,7 @@ def at_top(entry: Entry) -> bool:
 
 
 def borrowed(module: str) -> list[str]:
-    """Names that a module shows, but that are torch's or the top level's."""
+    """Return the names in a module's ``__all__`` that are torch's, or that ``fsdpc`` itself has."""
     own = {e.name.rpartition(".")[2] for e in entries(module)}
     all_names = import_module(module).__all__
     return [n for n in all_names if n not in own and not n.startswith("_")]

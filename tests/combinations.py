@@ -1,18 +1,18 @@
-"""Which combinations of a test's axes run: `pytest --combinations pairs`.
+"""The choice of the combinations of a test's axes that run: `pytest --combinations pairs`.
 
 A test of several ranks that is parametrised by several axes (world size, strategy,
-use_orig_params, ...) has the product of the axes as its items. `pairs` keeps items in which every
-two values of two axes still occur together, `each` keeps items in which every value of every axis
-occurs, and `all`, the default, keeps the product. The choice depends on the items alone, so every
-process and every day choose the same.
+use_orig_params, ...) has an item for each combination of the axes' values. `all`, the default,
+runs all items. `pairs` keeps enough items that any two values of two axes still occur together.
+`each` keeps enough items that every value of every axis occurs. The choice depends only on the
+items, so it is the same in every process and in every run.
 
-The rows of one parametrize call are one axis, however many arguments they hold: no row is left out.
-One rank exchanges nothing: where a test runs on several ranks as well, an item on one rank counts
-for its world size and for nothing else.
+The rows of one parametrize call are one axis, however many arguments a row has, so no row is left
+out. An item on one rank exchanges nothing. If a test also runs on several ranks, its items on one
+rank therefore count only for combinations with the world size 1.
 
-A test that starts its ranks with `run_ranks` is chosen alike: its parametrize calls are the axes.
-`subset` does the same for a product inside a test: it follows $FSDPC_TEST_COMBINATIONS, which the
-option sets for the ranks.
+The items of a test that starts its ranks with `run_ranks` are chosen in the same way; the test's
+parametrize calls are the axes. `subset` chooses from a product inside of a test. `subset` follows
+$FSDPC_TEST_COMBINATIONS, which the option sets for the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import os
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-MODES = {"all": 0, "pairs": 2, "each": 1}  # how many axes must have all their values together
+# mode -> n: all combinations of the values of any n axes must occur; 0: every item runs
+MODES = {"all": 0, "pairs": 2, "each": 1}
 VARIABLE = "FSDPC_TEST_COMBINATIONS"
 FOLDERS = ("dist", "parity", "fault", "clients", "fuzz")  # folders with tests of several ranks
 
@@ -31,14 +32,14 @@ Goal = tuple[tuple[str, Hashable], ...]  # values that must occur together
 
 
 def goals(row: Row, size: int, alone: bool) -> set[Goal]:
-    """What a row covers: `size` values at a time; with `alone` only those with the world size."""
+    """Return all groups of `size` values of a row; if `alone`, only groups with the world size."""
     size = min(size, len(row))
     found = set(itertools.combinations(row.items(), size))
     return {goal for goal in found if any(axis == "world" for axis, _ in goal)} if alone else found
 
 
 def cover(rows: Sequence[Row], size: int) -> list[int]:
-    """Indexes of rows that together cover what all cover; chosen greedily, on a tie the first."""
+    """Return indexes of rows that cover all goals, chosen greedily; the first row wins a tie."""
     several = any(row.get("world") != "1" for row in rows)
     covered = [goals(row, size, several and row.get("world") == "1") for row in rows]
     missing: set[Goal] = set().union(*covered)
@@ -53,7 +54,10 @@ def cover(rows: Sequence[Row], size: int) -> list[int]:
 def subset(
     product: Iterable[tuple[Any, ...]], mode: str | None = None, least: str = "each"
 ) -> list[tuple[Any, ...]]:
-    """The tuples of a product, or those among them that the mode asks for; `least` at least."""
+    """Return the tuples of a product that `mode` keeps, or those that the mode `least` keeps.
+
+    Of the two modes, the one that keeps more tuples counts.
+    """
     values = list(product)
     size = MODES[mode or os.environ.get(VARIABLE, "all")]
     if not size:
@@ -64,11 +68,11 @@ def subset(
 
 
 def axes_of(item: Any) -> tuple[Hashable, Row] | None:
-    """A test of several ranks, and the values of its axes in this item; None for any other item."""
+    """Return the test and the values of its axes if ``item`` tests several ranks, else None."""
     callspec = getattr(item, "callspec", None)
     if callspec is None:
         return None
-    case_of = getattr(item.function, "case_of", None)  # tests of tests/conformance have it
+    case_of = getattr(item.function, "case_of", None)  # in tests/conformance only
     if case_of is not None:
         function, arguments = case_of(**callspec.params)
         return (item.path, item.originalname, function), arguments
@@ -84,7 +88,7 @@ def axes_of(item: Any) -> tuple[Hashable, Row] | None:
 
 
 def choose(items: Sequence[Any], mode: str) -> list[Any]:
-    """The items that run, in their order."""
+    """Return the items that run, in the given order."""
     if mode == "all":
         return list(items)
     groups: dict[Hashable, list[tuple[int, Row]]] = {}

@@ -1,4 +1,4 @@
-"""Shared by all Python tests: where the harness is, and which engine the multi-rank tests run."""
+"""Options, hooks and fixtures of pytest that all Python tests share."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # `import combinations`
-sys.path.insert(0, str(HERE / "simgpu" / "python"))  # `import simgpu`
-sys.path.insert(0, str(HERE / "gpu"))  # `import on_gpu`
-sys.path.insert(0, str(HERE / "dist"))  # `from harness import ranks`
-sys.path.insert(0, str(HERE / "conformance"))  # `from suite import Cases`
-sys.path.insert(0, str(HERE / "fuzz"))  # `import runs`
+sys.path.insert(0, str(HERE))  # for `import combinations`
+sys.path.insert(0, str(HERE / "simgpu" / "python"))  # for `import simgpu`
+sys.path.insert(0, str(HERE / "gpu"))  # for `import on_gpu`
+sys.path.insert(0, str(HERE / "dist"))  # for `from harness import ranks`
+sys.path.insert(0, str(HERE / "conformance"))  # for `from suite import Cases`
+sys.path.insert(0, str(HERE / "fuzz"))  # for `import runs`
 
-# Folders in the order in which they run, and files that come first in theirs: the longest tests
-# first, so that all processes end at about the same time.
+# ORDER is the order in which the folders run. The files of LONGEST come first in their folders. The
+# longest tests begin first, so that all processes of pytest-xdist end at about the same time.
 ORDER = "clients parity fuzz fault conformance dist gpu kernels unit".split()
 LONGEST = "test_with_compile.py test_two_models.py test_nccl.py test_optim_memory.py".split()
 
@@ -90,12 +90,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         from harness import Root
 
-        Root.start()  # the one that all processes of pytest-xdist share
+        Root.start()  # one root process for all processes of pytest-xdist
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Else garbage collections, which visit all of torch and all items, are a tenth of its time."""
+    """Collect the tests without garbage collection, which would take a tenth of the time."""
     gc.disable()
     try:
         return (yield)
@@ -109,7 +109,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("long")
 
 
-@pytest.hookimpl(trylast=True)  # after -k and -m: the choice is among what those leave
+@pytest.hookimpl(trylast=True)  # after -k and -m have removed items
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--gpu") != "none":
         from applies import reason_to_skip
@@ -130,8 +130,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def run_again(path: Path) -> pytest.MarkDecorator:
-    """One more run for failures that a slow machine explains: in a test that kills or stops ranks
-    at a moment, or at a harness deadline. A wrong value fails at once.
+    """Return the mark that runs a test once more after a failure that a slow machine may explain.
+
+    A slow machine may explain every failure of a test that kills or stops ranks. In other tests it
+    may explain only a harness deadline that has passed, or a failed connection of gloo.
     """
     slow = [r"RankFailure.*no end within", r"Gloo connectFullMesh failed"]
     return pytest.mark.flaky(reruns=1, only_rerun=None if kills_ranks(path) else slow)
@@ -152,7 +154,7 @@ def run_order(path: Path) -> tuple[int, bool]:
 
 @pytest.fixture(scope="session")
 def engine(request: pytest.FixtureRequest) -> str:
-    """Name of the module that offers FullyShardedDataParallel and its companions."""
+    """Return the name of the module that FullyShardedDataParallel is imported from."""
     return ENGINES[request.config.getoption("--engine")]
 
 

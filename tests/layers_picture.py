@@ -1,5 +1,6 @@
-"""docs/layers.svg: the folders of the core by who includes whom, and the ways of a gather and of a
-gradient through them. ``make docs`` writes it; a test compares.
+"""Draws docs/layers.svg. The picture shows the folders of the core, which folder includes which,
+and the paths ("ways") of a gather and of a gradient through the folders. ``make docs`` writes the
+picture. A test fails if the picture is out of date.
 
     python tests/layers_picture.py --write
 """
@@ -15,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent / "unit"))
 from test_layering import LAYERS, ROOT, SOURCES, includes, path_of  # noqa: E402
 
 PICTURE = ROOT / "docs" / "layers.svg"
-WIDE, HIGH, LEFT = 120, 34, 20  # a box's width and height; from the page's edge
-# Each step is an include: a folder calls what the next one declares.
+WIDE, HIGH, LEFT = 120, 34, 20  # the width and height of a box, and the page's margin
+# Each step of a way is an include: a folder calls functions that the next folder declares.
 WAYS = {
     "a gather": ("#2b6cb0", "py/step py/unit tree exchange unit device kernels"),
     "a gradient": ("#c05621", "py/step py/unit tree exchange unit comm shm"),
@@ -47,7 +48,7 @@ SAYS = {
 
 
 def arrows() -> dict[str, set[str]]:
-    """The folders whose headers the files of each folder include."""
+    """Return, for each folder, the folders whose headers its files include."""
     found: dict[str, set[str]] = {layer: set() for layer in LAYERS}
     for file, text in SOURCES.items():
         own = str(Path(file).parent)
@@ -62,7 +63,8 @@ def short(folder: str) -> str:
 
 
 def floors(uses: dict[str, set[str]]) -> dict[str, int]:
-    """A folder's floor is one more than the highest floor of the folders that it includes."""
+    """Return each folder's floor: one more than the highest floor of the folders that it
+    includes."""
     found: dict[str, int] = {}
 
     def floor(folder: str) -> int:
@@ -76,7 +78,8 @@ def floors(uses: dict[str, set[str]]) -> dict[str, int]:
 
 
 def corners(uses: dict[str, set[str]]) -> dict[str, tuple[int, int]]:
-    """The corner of each folder's box: a row for a floor, the folders of the ways at the left."""
+    """Return the corner of each folder's box. Each floor is a row of boxes. In a row, the folders
+    that a way passes through are at the left."""
     on_ways = [folder for _, way in WAYS.values() for folder in way.split()]
     rows: dict[int, list[str]] = {}
     for folder, floor in floors(uses).items():

@@ -1,4 +1,4 @@
-"""Prints how long functions and files are: median, 90th percentile, the longest.
+"""Print the lengths of functions and files: the median, the 90th percentile, and the longest ones.
 
 python tests/size.py [file or directory ...]     (default: csrc kernels fsdpc)
 """

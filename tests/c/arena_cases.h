@@ -1,4 +1,4 @@
-/* What arenas on every device do: fixed addresses over shared slots, spare memory and back, nothing left. */
+/* Tests of arenas for every device: ranges share slots and use spare memory, and wrong slots are refused. */
 #ifndef FSDPC_TEST_ARENA_CASES_H
 #define FSDPC_TEST_ARENA_CASES_H
 
@@ -9,7 +9,7 @@
 typedef struct arena_place {
     fsdpc_device *device;
     fsdpc_shm *shm; /* NULL: private memory */
-    size_t unit;    /* a page, or a grain of the device */
+    size_t unit;    /* bytes of a page, or of the device's allocation granularity */
 } arena_place;
 
 static fsdpc_arena *
@@ -20,7 +20,7 @@ new_arena(const arena_place *p)
     return arena;
 }
 
-/* Makes a range; afterwards its address must not change, as an arena knows a range by its address. */
+/* Initializes a range. Do not move the struct afterwards: an arena identifies a range by its pointer. */
 static void
 init_range(const arena_place *p, fsdpc_range *range, size_t bytes)
 {
@@ -37,7 +37,7 @@ await_copies(const arena_place *p)
     fsdpc_device_event_free(p->device, event);
 }
 
-/* Writes to a range as an exchange does. */
+/* Fills a range by a copy to its writable address, as an exchange does. */
 static void
 fill(const arena_place *p, const fsdpc_arena *arena, const fsdpc_range *range, int value)
 {
@@ -102,11 +102,11 @@ ranges_of_one_slot_show_the_same_bytes(const arena_place *p)
     fill(p, arena, &small, 7);
     CHECK(all_at(p, large.address, unit, 7));
     CHECK(all_at(p, (char *)large.address + unit, 2 * unit, 1));
-    /* Bound to the other slot, the range shows that slot's bytes. */
+    /* After `small` is bound to the other slot, its address shows the bytes of that slot. */
     REQUIRE_OK(fsdpc_arena_bind(arena, &small, second));
     CHECK(all_are(p, &small, 2));
     CHECK_INT(small.slot, second);
-    /* Ranges outlive the arena. */
+    /* A range can still be read after its arena is freed. */
     fsdpc_arena_free(arena);
     CHECK(all_are(p, &other, 2));
     fsdpc_range_fini(&large);
@@ -135,7 +135,7 @@ spare_memory_is_private_and_the_slot_comes_back(const arena_place *p)
         CHECK_INT(fsdpc_arena_spare_bytes(arena), p->unit);
         CHECK_INT(fsdpc_arena_spare_count(arena), i);
         fill(p, arena, &two, 6);
-        REQUIRE_OK(fsdpc_arena_spare(arena, &two)); /* spare already: nothing changes */
+        REQUIRE_OK(fsdpc_arena_spare(arena, &two)); /* no change: `two` has spare memory */
         CHECK(all_are(p, &two, 6) && all_are(p, &one, 5));
         CHECK_INT(fsdpc_arena_spare_count(arena), i);
         REQUIRE_OK(fsdpc_arena_restore(arena, &two));
@@ -143,7 +143,7 @@ spare_memory_is_private_and_the_slot_comes_back(const arena_place *p)
         CHECK_INT(fsdpc_arena_spare_bytes(arena), 0);
     }
     CHECK_INT(fsdpc_arena_bytes(arena), 2 * p->unit);
-    /* An arena that goes while spare memory is mapped leaves the range to the next one. */
+    /* If an arena is freed while a range is in spare memory, the range can be bound to another arena. */
     REQUIRE_OK(fsdpc_arena_spare(arena, &two));
     fsdpc_arena_free(arena);
     fsdpc_arena *next = new_arena(p);

@@ -7,11 +7,12 @@
 #include "test.h"
 
 typedef struct carrier {
-    fsdpc_comm *inner; /* NULL: calls do nothing, as if the other ranks had agreed to everything */
-    bool owned;        /* the release frees `inner` and the carrier */
+    fsdpc_comm *inner; /* NULL: calls do nothing and succeed, as if all other ranks agreed */
+    bool owned;        /* if true, the release callback frees `inner` and the carrier */
     int calls, released;
-    int fail_at, fail_status; /* the call that fails, counted from 1; 0: none */
-    flying *flies;            /* for sends and receives; NULL: there are none */
+    /* The call with the number fail_at, counted from 1, fails and returns fail_status. 0: no call fails. */
+    int fail_at, fail_status;
+    flying *flies; /* state of sends and receives; NULL if they are not supported */
 } carrier;
 
 static int
@@ -121,7 +122,8 @@ carrier_drop(void *context, void *transfers)
     flying_drop(((carrier *)context)->flies, transfers);
 }
 
-/* A communicator over `inner`, which it owns; with a group's `name` it sends and receives (flights). */
+/* Returns a communicator that owns `inner` and passes calls on to `inner`. If `name` (the group's name) is
+ * not NULL, the communicator also supports sends and receives between two ranks. */
 __attribute__((unused)) static fsdpc_comm *
 carrier_over(fsdpc_device *device, int rank, int world, fsdpc_comm *inner, const char *name)
 {

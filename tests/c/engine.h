@@ -1,9 +1,10 @@
 /* Units with known values, for the tests of the engine.
  *
  * Every element of a gathered unit has a value that follows from its unit, segment, position and a
- * version, exact in every dtype; a test moves the version on wherever a training step would change
- * the parameters, so that a stale or missing element shows. Gradients are fractions that depend on
- * the rank, so that sums taken in another order or without a rank differ in their last bits.
+ * version. The value is exact in every dtype. A test increments the version wherever a training step
+ * would change the parameters, so that a stale or missing element has a wrong value. Gradients are
+ * fractions that depend on the rank, so that a sum in another order, or without one of the ranks,
+ * differs in its last bits.
  */
 #ifndef FSDPC_TEST_ENGINE_H
 #define FSDPC_TEST_ENGINE_H
@@ -33,14 +34,14 @@ engine_start(void)
 
 /* --- values ---------------------------------------------------------------------------------- */
 
-/* A whole number below 251: exact in bfloat16 and in a byte. */
+/* Returns an integer below 251, which is exact in bfloat16 and in a byte. */
 static double
 engine_value(int unit, int segment, int64_t position, int version)
 {
     return (double)((position * 7 + unit * 31 + segment * 13 + version * 3) % 251);
 }
 
-/* Fills this rank's pieces, padding included. */
+/* Fills this rank's shard of every segment, including the padding. */
 __attribute__((unused)) static void
 engine_set_masters(fsdpc_unit *unit, int number, int version)
 {
@@ -54,7 +55,8 @@ engine_set_masters(fsdpc_unit *unit, int number, int version)
     }
 }
 
-/* What a segment that travels coded is gathered as; the caller frees it. NULL: it travels uncoded. */
+/* Returns the values that a gather must give for a segment that is quantized for the gather, or NULL for a
+ * segment that is not quantized. The caller frees the values. */
 static char *
 engine_decoded(const fsdpc_unit *unit, int number, int segment, int version)
 {
@@ -74,7 +76,7 @@ engine_decoded(const fsdpc_unit *unit, int number, int segment, int version)
     return decoded;
 }
 
-/* Number of elements of the gathered unit that differ from the version's. */
+/* Returns the number of elements of the gathered unit that do not have the value of this version. */
 __attribute__((unused)) static int64_t
 engine_count_wrong(fsdpc_unit *unit, int number, int version)
 {
@@ -107,8 +109,8 @@ enum { ENGINE_KINDS = 6, ENGINE_PARAMS = 4 };
 #define ENGINE_SPEC(n, numel, storage, compute, reduce, trainable) \
     {n, numel, FSDPC_##storage, FSDPC_##compute, FSDPC_##reduce, trainable, 0, 0, 0, false}
 
-/* Kinds: plain; mixed precision with frozen parameters and bytes; low precision with a double; large enough
- * for several chunks; frozen; nearly nothing. */
+/* The kinds of units, in order: float32 only; mixed precision with frozen parameters and bytes; low precision
+ * with a double; large enough for several chunks; frozen; a single element. */
 static fsdpc_param_spec engine_specs[ENGINE_KINDS][ENGINE_PARAMS] = {
     {ENGINE_SPEC("a", 1000, F32, F32, F32, true), ENGINE_SPEC("b", 37, F32, F32, F32, true)},
     {ENGINE_SPEC("a", 601, F32, BF16, F32, true), ENGINE_SPEC("frozen", 130, F32, BF16, F32, false),
@@ -122,8 +124,8 @@ static fsdpc_param_spec engine_specs[ENGINE_KINDS][ENGINE_PARAMS] = {
 };
 static const int engine_spec_counts[ENGINE_KINDS] = {2, 4, 3, 2, 1, 2};
 
-/* For programs that run as test_NAME_rows: units get rows of up to 13 elements, so that hardly any piece is a
- * multiple of 16 bytes. */
+/* Sets the row length of every parameter of every kind of unit to at most 13 elements, so that hardly any
+ * shard is a multiple of 16 bytes. Programs that run as test_NAME_rows call this. */
 static void
 engine_lay_by_rows(void)
 {
@@ -165,7 +167,7 @@ engine_random(uint64_t *state)
     return engine_mix(*state);
 }
 
-/* True for three of four parameters: these get a gradient. */
+/* Returns true if a parameter gets a gradient in this round. About three parameters of four do. */
 static bool
 engine_present(int rank, int unit, int param, int step, int round)
 {
@@ -181,7 +183,7 @@ typedef struct engine_grads {
     float *memory;
 } engine_grads;
 
-/* This rank's gradients of one round. */
+/* Makes this rank's gradients of one round in *out. */
 __attribute__((unused)) static void
 engine_make_grads(const fsdpc_unit *unit, int number, int step, int round, engine_grads *out)
 {
@@ -209,7 +211,7 @@ engine_make_grads(const fsdpc_unit *unit, int number, int step, int round, engin
     }
 }
 
-/* A gradient of ones for every parameter. */
+/* Fills `grads` with a gradient of ones for every parameter. */
 __attribute__((unused)) static void
 engine_fill_grads(const fsdpc_unit *unit, engine_grads *grads)
 {
@@ -227,7 +229,8 @@ engine_fill_grads(const fsdpc_unit *unit, engine_grads *grads)
     }
 }
 
-/* What a rank sends of an element: its first gradient, or (`first` false) the sum of the further ones. */
+/* Returns the value that a rank sends for an element: the gradient of the first round, or if `first` is
+ * false, the sum of the gradients of all later rounds. */
 static double
 engine_sent(const fsdpc_segment *seg, bool travels, int rank, int rounds, int unit, int param,
             int64_t k, int step, bool first)
@@ -245,7 +248,8 @@ engine_sent(const fsdpc_segment *seg, bool travels, int rank, int rounds, int un
     return travels ? item_stored(seg->reduce, sum) : sum;
 }
 
-/* Where ranks of a flying wire are: each on its own host, even and odd ones on two hosts, or in pairs. */
+/* How ranks that send and receive are placed on hosts: each rank on a host of its own; even ranks on one host
+ * and odd ranks on another; or two consecutive ranks on each host. */
 enum { ENGINE_APART, ENGINE_BY_TURNS, ENGINE_IN_PAIRS };
 __attribute__((unused)) static int engine_hosts;
 
@@ -255,7 +259,8 @@ engine_host(int rank)
     return engine_hosts == ENGINE_BY_TURNS ? rank % 2 : engine_hosts ? rank / 2 : rank;
 }
 
-/* Puts one value per host in place of the ranks': their sum, rounded once. Returns the number of hosts. */
+/* Replaces the values of the ranks by one value per host: the sum of the values of the host's ranks, rounded
+ * once. Returns the number of hosts. */
 static int
 engine_sum_hosts(const fsdpc_segment *seg, int world, double *sent)
 {
@@ -273,7 +278,7 @@ engine_sum_hosts(const fsdpc_segment *seg, int world, double *sent)
     return hosts;
 }
 
-/* The gradient after `step` if rank r took part in rounds[r] rounds: ranks are added in their order. */
+/* Returns the gradient after `step`, summed in rank order, if rank r took part in rounds[r] rounds. */
 static double
 engine_expected(const fsdpc_unit *unit, const int *rounds, int number, int param, int64_t k,
                 int step, bool wire)
@@ -316,7 +321,8 @@ engine_used(const fsdpc_unit *unit, const int *rounds, int number, int param, in
     return false;
 }
 
-/* The number of elements and marks of this rank's gradient that are wrong; padding must be zero. */
+/* Returns the number of elements and of `used` flags of this rank's gradient that are wrong. Padding must be
+ * zero. */
 __attribute__((unused)) static int64_t
 engine_count_wrong_grads(const fsdpc_unit *unit, const int *rounds, int number, int step, bool wire)
 {
@@ -348,17 +354,18 @@ engine_count_wrong_grads(const fsdpc_unit *unit, const int *rounds, int number, 
 
 /* --- communicators --------------------------------------------------------------------------- */
 
-/* Over a wire units travel by sends and receives if this is set, else by blocking collectives. */
+/* If true, a wire moves units by sends and receives, else by blocking collectives. */
 __attribute__((unused)) static bool engine_flies;
 
-/* Whether a run's sums over a wire are rounded before the division. */
+/* Returns true if a run rounds its sums over a wire before it divides them. */
 __attribute__((unused)) static bool
 engine_rounds(bool wire, int world)
 {
     return wire && world > 1 && !engine_flies;
 }
 
-/* The group of a run: a shared segment, or (`wire`) a carrier that hides it. */
+/* Joins the group of a run. The communicator uses shared memory. If `wire` is true, a communicator of
+ * carrier.h wraps it, so that the engine sees no shared memory. */
 __attribute__((unused)) static fsdpc_comm *
 engine_join(int rank, ranks_run *run, bool wire)
 {
@@ -382,7 +389,8 @@ engine_join(int rank, ranks_run *run, bool wire)
     return comm;
 }
 
-/* A communicator of one rank whose group is not there: for what a rank does alone. */
+/* Returns a communicator whose collectives do nothing, because the other ranks do not exist. Tests use it to
+ * look at what one rank does on its own. */
 __attribute__((unused)) static fsdpc_comm *
 engine_pretend(int rank, int world)
 {

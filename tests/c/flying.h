@@ -1,5 +1,5 @@
-/* Sends and receives between ranks for the callbacks of carrier.h: each message is a file, matched by tag and
- * order, as with a library that sends in the background.
+/* Sends and receives for the callbacks of carrier.h. Each message from one rank to another is a file in
+ * /dev/shm. The nth receive with a tag gets the nth message that was sent with this tag.
  */
 #ifndef FSDPC_TEST_FLYING_H
 #define FSDPC_TEST_FLYING_H
@@ -15,7 +15,7 @@
 
 enum { FLYING_COUNTS = 4096, FLYING_NAPS = 50000 };
 
-/* How many messages of one tag went one way between two ranks. */
+/* The number of messages with one tag that this rank has sent to, or received from, one other rank. */
 typedef struct flying_count {
     int peer;
     bool send;
@@ -27,10 +27,11 @@ typedef struct flying {
     int rank;
     flying_count counts[FLYING_COUNTS];
     int used;
-    int posted, dropped; /* numbers of sets of transfers */
+    /* The number of calls of flying_post, and of those calls of flying_drop that flying_land did not make. */
+    int posted, dropped;
 } flying;
 
-static int flying_moved; /* transfers that this process has posted */
+static int flying_moved; /* number of sends and receives that this process has posted */
 
 typedef struct flying_transfers {
     int count;
@@ -52,7 +53,7 @@ flying_number(flying *self, int peer, bool send, uint32_t tag)
     return 0;
 }
 
-/* The file appears under its last name only when it is whole. */
+/* Writes a file under a temporary name, and renames the file when it is complete. */
 static void
 flying_write(const char *file, const void *memory, size_t bytes)
 {
@@ -95,7 +96,7 @@ flying_drop(void *context, void *transfers)
     free(t);
 }
 
-/* A receive gets its bytes only when it is landed: a reader that looks earlier sees what was there before. */
+/* Begins sends and receives. Sends write their files at once. Receives fill their memory in flying_land. */
 static int
 flying_post(void *context, const fsdpc_comm_move *moves, int count, uint32_t tag, const char *what,
             void **transfers)
@@ -138,7 +139,7 @@ flying_land(void *context, void *transfers, const bool *skip, const char *what)
     return status;
 }
 
-/* Removes what nobody has received: messages to this rank. */
+/* Deletes the files of messages that this rank has not received, and frees `self`. */
 static void
 flying_end(flying *self)
 {

@@ -1,4 +1,4 @@
-/* One element of a buffer, read and written as a double whatever its dtype. */
+/* Functions that read and write an element of a buffer of any dtype as a double. */
 #ifndef FSDPC_TEST_ITEMS_H
 #define FSDPC_TEST_ITEMS_H
 
@@ -43,7 +43,7 @@ item_put(void *buffer, fsdpc_dtype dtype, int64_t i, double value)
     }
 }
 
-/* What `value` is once stored in `dtype`. */
+/* Returns `value` rounded to `dtype`. */
 __attribute__((unused)) static double
 item_stored(fsdpc_dtype dtype, double value)
 {

@@ -1,5 +1,6 @@
-/* Kernels of a table against the plain ones, bit for bit: every pair of types, sizes around the ends of
- * vectors, places on and off their boundaries, infinities, subnormals and NaNs; bytes around a result stay.
+/* Compares a table of kernels with the kernels in plain C, bit for bit. The cases cover every pair of types,
+ * sizes near multiples of a vector's length, aligned and unaligned addresses, infinities, subnormals and
+ * NaNs. They also check that the bytes around a result are unchanged.
  */
 #ifndef FSDPC_TEST_KERNEL_CASES_H
 #define FSDPC_TEST_KERNEL_CASES_H
@@ -14,14 +15,14 @@ typedef struct kernel_set {
     const fsdpc_kernels *table;
     void (*refresh)(const fsdpc_kernels *table, void *acc, fsdpc_dtype acc_type, const void *grad,
                     fsdpc_dtype grad_type, int64_t n);
-    bool aligned; /* elements lie at multiples of their size */
-    bool any_nan; /* a NaN that was computed with may be another NaN */
+    bool aligned; /* elements must lie at multiples of their size */
+    bool any_nan; /* a NaN result may differ in its bits from the plain kernels' NaN */
 } kernel_set;
 
 enum {
     KERNEL_GUARD = 64,      /* bytes after a destination that must stay as they were */
-    KERNEL_PATTERN = 10007, /* elements, after which the values repeat */
-    KERNEL_SOURCES = 70,    /* more than the wide tables list at a time */
+    KERNEL_PATTERN = 10007, /* fill makes so many values, and then repeats them */
+    KERNEL_SOURCES = 70,    /* sources of a reduction; above REDUCE_SOURCES_MAX of vector.inc */
 };
 
 static const fsdpc_dtype floats[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64};
@@ -86,7 +87,7 @@ fill_ordinary(void *block, fsdpc_dtype type, int64_t n)
     }
 }
 
-/* Every kind of value in turn: random patterns, ordinary numbers, specials. */
+/* Fills a block with random bit patterns, ordinary numbers and special values by turns. */
 static void
 fill(void *block, fsdpc_dtype type, int64_t n)
 {
@@ -135,20 +136,22 @@ same_value(double a, double b)
 
 /* --- one case ------------------------------------------------------------------------------ */
 
-/* Memory for the source, the result and the wanted result; `at`: where the result begins in its block. */
+/* Memory for the source, the result and the expected result. The two results begin `at` bytes after the
+ * beginning of their blocks. */
 struct bed {
     char *src, *got, *want;
     size_t at, bytes;
 };
 
-/* The byte offset of an element: `skip` elements from a boundary, or `skip` bytes if any address will do. */
+/* Returns how many bytes after an aligned address the elements of a case begin: the size of `skip` elements
+ * if elements must be aligned, else `skip`. */
 static size_t
 place(const kernel_set *set, fsdpc_dtype type, int skip)
 {
     return (size_t)skip * (set->aligned ? fsdpc_dtype_bytes(type) : 1);
 }
 
-/* Room for n elements of each of the two types; the result begins at `at`. */
+/* Allocates blocks with room for n elements of type `a` or of type `b`. The results begin at byte `at`. */
 static struct bed
 new_bed(int64_t n, fsdpc_dtype a, fsdpc_dtype b, size_t at)
 {
@@ -169,7 +172,7 @@ free_bed(struct bed *bed)
     free(bed->want);
 }
 
-/* True if the first n elements of the result are as wanted and all before and behind is unchanged. */
+/* Returns true if the first n elements of the result are as expected and all other bytes are unchanged. */
 static bool
 as_wanted(const struct bed *bed, fsdpc_dtype type, int64_t n, bool any_nan)
 {
@@ -179,7 +182,7 @@ as_wanted(const struct bed *bed, fsdpc_dtype type, int64_t n, bool any_nan)
            memcmp(bed->got + end, bed->want + end, bed->bytes - end) == 0;
 }
 
-/* Fills the result and the wanted result with equal sums to add to. */
+/* Fills the result and the expected result with the same sums, to which a kernel then adds. */
 static void
 fill_sums(struct bed *bed, fsdpc_dtype type, int64_t n)
 {
@@ -234,7 +237,8 @@ compare_accumulate(const kernel_set *set, fsdpc_dtype acc, fsdpc_dtype from, int
     free_bed(&bed);
 }
 
-/* Every third element seen (in large arrays nearly all) is as its sum shows it; the others were changed. */
+/* Compares a refresh: each sum whose rounded value differs from its element of grad takes that element. Every
+ * third element of grad (in large arrays nearly every element) equals the rounded sum. */
 static void
 compare_refresh(const kernel_set *set, fsdpc_dtype acc, fsdpc_dtype type, int64_t n, int skip,
                 int seen_skip)
@@ -249,7 +253,7 @@ compare_refresh(const kernel_set *set, fsdpc_dtype acc, fsdpc_dtype type, int64_
         uint64_t shown = 0;
         plain->cast(&shown, type, sum, acc, 1, 1.0);
         if (i % 3 == 0 || n > 1000) {
-            memcpy(seen, &shown, i % 700 ? narrow : 0); /* so whole blocks are unchanged, too */
+            memcpy(seen, &shown, i % 700 ? narrow : 0); /* one of 700 elements differs */
         }
         if (memcmp(seen, &shown, narrow) != 0) {
             plain->cast(sum, acc, seen, type, 1, 1.0);
@@ -296,8 +300,8 @@ compare_norm(const kernel_set *set, fsdpc_dtype type, int64_t n, int skip, bool 
     char *src = block + place(set, type, skip);
     (finite ? fill_ordinary : fill)(src, type, n);
     const fsdpc_norm got = set->table->norm2(src, type, n), want = plain->norm2(src, type, n);
-    /* Any two orders of n additions differ by less than 2 n units in the last place, and by far less where
-     * there are many. */
+    /* Sums of n terms in two orders differ by less than 2 n units in the last place, and by far less if n is
+     * large. */
     const double bound = fmin(2 * (double)n * 0x1p-53, 1e-12) * want.sum;
     CHECK_INT(got.nonfinite, want.nonfinite);
     CHECK(same_value(got.max, want.max));
@@ -306,7 +310,7 @@ compare_norm(const kernel_set *set, fsdpc_dtype type, int64_t n, int skip, bool 
     free(block);
 }
 
-/* Only some sums of sources are tried for the large sizes: they take long. */
+/* Compares all kernels. Large sizes are tried with only some numbers of sources, because they take long. */
 __attribute__((unused)) static void
 kernels_are_the_plain_ones(const kernel_set *set, const int64_t *sizes, int size_count)
 {

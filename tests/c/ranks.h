@@ -1,9 +1,10 @@
 /* Runs a function as several ranks, each a forked process or a thread, with a deadline.
  *
- * A rank function gets the run, which lies in memory that all ranks share: group name, and one
- * result per rank. Processes show death and descriptors as in real use; threads show
- * their memory accesses to the thread sanitizer, for which their mappings of the segment are made
- * one (a segment mapped twice has two addresses). Processes must be forked before any thread.
+ * A rank function gets the run, a struct with the group's name and one result per rank. The run is in memory
+ * that all ranks share. Ranks that are processes have their own descriptors, and can die as in real use.
+ * Ranks that are threads let the thread sanitizer see all memory accesses. Such threads share one mapping of
+ * the segment, because the sanitizer tells memory apart by its address. Fork processes before the first
+ * thread is made.
  */
 #ifndef FSDPC_RANKS_H
 #define FSDPC_RANKS_H
@@ -30,7 +31,7 @@ typedef struct rank_result {
 } rank_result;
 
 typedef struct ranks_run {
-    const char *what; /* what is tested; NULL: the function's name says so */
+    const char *what; /* what is tested; NULL: the function's name is used */
     int world;
     bool threads;
     bool kills; /* the rank `killed` is expected to die of SIGKILL */
@@ -45,7 +46,7 @@ typedef struct ranks_run {
 
 typedef void (*rank_function)(int rank, ranks_run *run);
 
-/* Keeps a status and the error text that goes with it. */
+/* Stores a rank's status and its error text in the run. */
 __attribute__((unused)) static int
 rank_keep(ranks_run *run, int rank, int status)
 {
@@ -55,7 +56,7 @@ rank_keep(ranks_run *run, int rank, int status)
     return status;
 }
 
-/* Checks what a rank kept: its status, and that its text contains `part`. */
+/* Checks the status that rank_keep stored, and that the stored error text contains `part`. */
 __attribute__((unused)) static void
 check_result(const ranks_run *run, int rank, int status, const char *part)
 {
@@ -72,7 +73,7 @@ rank_sleep_ms(int ms)
     nanosleep(&time, NULL);
 }
 
-/* Waits for a flag that another rank or the parent sets; false after the deadline. */
+/* Waits for a flag that another rank or the parent sets. Returns false if the deadline passes first. */
 __attribute__((unused)) static bool
 rank_await(_Atomic uint32_t *flag, uint32_t value)
 {
@@ -145,7 +146,8 @@ typedef struct shared_mapping {
 
 enum { MAPPINGS = 256 };
 static shared_mapping ranks_mappings[MAPPINGS];
-/* If set, mappings at a caller's address stay there, each thread its own, as gather slots need. */
+/* If true, a mapping for which the caller chose an address stays at this address, and threads do not share
+ * the mapping. Gather slots need this. */
 static bool ranks_keep_addresses;
 static pthread_mutex_t ranks_lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -237,7 +239,7 @@ ranks_start_threads(ranks_run *run, rank_function function)
     fsdpc_shm_mmap = ranks_mmap;
     fsdpc_shm_munmap = ranks_munmap;
     fsdpc_shm_process = ranks_process;
-    /* A stuck thread ends the whole program. */
+    /* A thread that hangs cannot be ended alone, so the alarm ends the whole program. */
     alarm(RANKS_DEADLINE_S * 2);
     for (int i = 0; i < run->world; i++) {
         threads[i] = (ranks_thread){.rank = i, .run = run, .function = function};
@@ -271,13 +273,13 @@ ranks_do_as(const char *what, rank_function function, ranks_run plan)
     return plan;
 }
 
-/* Runs a function as several ranks, and returns the run as they leave it: ranks_do(meet, .world = 3). */
+/* Runs a function as several ranks and returns the run after all have ended: ranks_do(meet, .world = 3). */
 #define ranks_do(function, ...) ranks_do_as(#function, function, (ranks_run){__VA_ARGS__})
 
 /* --- what is left behind --------------------------------------------------------------------- */
 
-/* The number of entries of a directory: descriptors in /proc/self/fd (that of this reading included), threads
- * in /proc/self/task, names in /dev/shm. */
+/* Returns the number of entries of a directory: descriptors in /proc/self/fd (including the one that reads
+ * the directory), threads in /proc/self/task, names in /dev/shm. */
 __attribute__((unused)) static int
 count_entries(const char *directory)
 {

@@ -1,6 +1,6 @@
-/* The harness of the C tests: each test_*.c is a program of its own that includes this once.
+/* The harness of the C tests. Each test_*.c is a program of its own that includes this file once.
  *
- * CHECK* report a failure and go on; REQUIRE* end the program, for what later lines depend on.
+ * CHECK* report a failure and go on. REQUIRE* end the program; use them for conditions that later lines need.
  * main ends with `return test_result();`. Exit codes: 0 passed, 1 failed, 77 skipped. Checks may be
  * used from several threads.
  */
@@ -54,7 +54,7 @@ static _Atomic int test_failures, test_checks;
         }                                                                                   \
     } while (0)
 
-/* Also checks that the error text contains `part`: the name of a parameter, a rank, a limit. */
+/* Checks the status, and that the error text contains `part`: the name of a parameter, a rank, a limit. */
 #define CHECK_ERROR(expr, status, part)                                        \
     do {                                                                       \
         fsdpc_error_clear();                                                   \
@@ -91,8 +91,8 @@ test_skip(const char *reason)
     exit(TEST_SKIPPED);
 }
 
-/* Makes the first, second, ... allocation of `action` fail, until none is left to fail. The action releases
- * whatever it made and returns its status; it must not leak in any case. */
+/* Calls `action` again and again, with the first, second, ... allocation failing, until no allocation fails.
+ * The action must release all that it made, also after a failure, and return its status. */
 __attribute__((unused)) static void
 test_alloc_sweep(int (*action)(void *), void *argument)
 {

@@ -1,4 +1,5 @@
-/* The arena: fixed addresses over shared slots, spare memory and back, nothing left behind. */
+/* Tests of arenas: ranges keep their addresses while they share slots or use spare memory, and no mapping and
+ * no file is left behind. */
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -60,7 +61,7 @@ unbound_ranges_read_as_zeros(void)
 
 /* --- slots ----------------------------------------------------------------------------------- */
 
-/* What is written before a slot is bound is lost: a new slot is zero. */
+/* A new slot is zero. A range that is bound to the slot loses the bytes that were written to it before. */
 static void
 new_slots_are_zero(const arena_place *p)
 {
@@ -119,7 +120,8 @@ count_and_end(int number)
     _exit(number == SIGSEGV && passed_on == 1 ? 41 : 42);
 }
 
-/* Signal handlers from before and after get all other faults; without one the signal ends the process. */
+/* A fault that is not a write into a range goes to the signal handler that was set before. Without such a
+ * handler, the signal ends the process. */
 static void
 other_faults_are_passed_on(void)
 {
@@ -153,7 +155,7 @@ nothing_is_left_behind(arena_place *p)
     for (int i = 0; i < 50; i++) {
         REQUIRE_OK(make_and_use(p));
     }
-    CHECK(count_mappings() < mappings + 25); /* a sanitizer maps some of its own */
+    CHECK(count_mappings() < mappings + 25); /* a sanitizer adds mappings of its own */
     CHECK_INT(count_entries("/proc/self/fd"), files);
 }
 
@@ -187,7 +189,7 @@ ranks_see_the_same_slots(int rank, ranks_run *run)
         CHECK_INT(((char *)range.address)[i], i < half ? 1 : 2);
     }
     REQUIRE_OK(fsdpc_shm_barrier(shm, &what));
-    /* A rank's spare memory is its own: the other rank does not see it. */
+    /* Spare memory is private to a rank: the other rank does not see what is written there. */
     if (rank == 0) {
         REQUIRE_OK(fsdpc_arena_spare(arena, &range));
         memset(range.address, 99, range.bytes);

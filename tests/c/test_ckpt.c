@@ -1,6 +1,6 @@
-/* Digests, headers from anyone, and ranges of files.
+/* Tests of checkpoint files: digests, valid and invalid headers, and ranges that are written and read.
  *
- *     build/c/address-undefined/test_ckpt [headers [seed]]    more mutated headers, other ones
+ *     build/c/address-undefined/test_ckpt [count [seed]]    try `count` mutated headers, made from `seed`
  */
 #include "test.h"
 
@@ -61,7 +61,7 @@ parts_combine_for_any_cut(void)
 static const struct {
     const char *json;
     int64_t data_bytes;
-    const char *problem; /* in the error text; NULL: the header is good */
+    const char *problem; /* a part of the error text; NULL: the header is valid */
 } headers[] = {
     {"{}", 0, NULL},
     {A(F32_2), 8, NULL},
@@ -117,7 +117,8 @@ headers_are_checked(void)
     for (size_t i = 0; i < sizeof headers / sizeof *headers; i++) {
         fsdpc_header header;
         const size_t bytes = strlen(headers[i].json);
-        char *exact = malloc(bytes ? bytes : 1); /* no NUL behind, so that ASan sees reads there */
+        /* The copy has no NUL at its end, so that ASan sees reads past the end. */
+        char *exact = malloc(bytes ? bytes : 1);
         memcpy(exact, headers[i].json, bytes);
         if (headers[i].problem != NULL) {
             CHECK_ERROR(fsdpc_header_parse(exact, bytes, headers[i].data_bytes, &header),
@@ -126,7 +127,8 @@ headers_are_checked(void)
             CHECK_INT(fsdpc_header_parse(exact, bytes, headers[i].data_bytes, &header), FSDPC_OK);
             fsdpc_header_clear(&header);
         }
-        for (size_t cut = 0; cut < bytes; cut++) { /* no cut is taken for a header, or read past */
+        /* A header that is cut short is refused, unless only blanks are cut off. */
+        for (size_t cut = 0; cut < bytes; cut++) {
             char *part = malloc(cut ? cut : 1);
             memcpy(part, headers[i].json, cut);
             if (fsdpc_header_parse(part, cut, headers[i].data_bytes, &header) == FSDPC_OK) {
@@ -155,7 +157,7 @@ draw(uint64_t below)
     return random_state % below;
 }
 
-/* Replaces `cut` bytes at `at` by the `count` bytes of `by`. */
+/* Replaces `cut` bytes at offset `at` by the `count` bytes of `by`, and returns the new length. */
 static size_t
 replace(char *json, size_t bytes, size_t at, size_t cut, const char *by, size_t count)
 {
@@ -261,7 +263,7 @@ mutated_headers_are_refused_or_right(long count, uint64_t seed)
         const int64_t data_bytes = draw(8) ? headers[which].data_bytes : (int64_t)draw(64);
         fsdpc_header header;
         const int status = fsdpc_header_parse(exact, bytes, data_bytes, &header);
-        free(exact); /* the parsed header does not point into it */
+        free(exact); /* the parsed header must not point into `exact` */
         if (status == FSDPC_OK) {
             check_accepted(&header, data_bytes);
             fsdpc_header_clear(&header);
@@ -332,7 +334,7 @@ check_round_trip(bool direct, fsdpc_dtype file_type, int64_t first)
     REQUIRE_OK(read_back(ranges, 2, read));
     CHECK(memcmp(values, back, COUNT * sizeof *values) == 0);
     CHECK(memcmp(digests, read, (size_t)parts * 4) == 0);
-    /* The parts of one block combine to the digest of its bytes. */
+    /* The digests of the parts combine to the digest of the whole tensor. */
     unsigned char *whole = malloc((size_t)(COUNT * item));
     REQUIRE(fsdpc_kernels_plain() != NULL);
     fsdpc_kernels_plain()->cast(whole, file_type, values, FSDPC_F32, COUNT, 1.0);
@@ -374,7 +376,8 @@ edges_of_pages_can_be_left_out(void)
     }
 }
 
-/* More short ranges than are set aside at once, between long ones whose ends lie inside of pages. */
+/* Writes and reads thousands of short ranges. Between them are long ranges, which begin and end inside of
+ * pages. */
 static void
 many_runs_arrive(bool direct)
 {
@@ -410,7 +413,7 @@ many_runs_arrive(bool direct)
     free(back);
 }
 
-/* Writing the whole pages succeeds, writing the part of a page behind them fails. */
+/* Writing the whole pages succeeds, but writing the partial page after them fails. */
 static void
 an_edge_that_fails_is_an_error(void)
 {

@@ -1,4 +1,5 @@
-/* The communicators: every collective against plain loops, failures, callbacks. */
+/* Tests of communicators: every collective is compared with plain loops. The tests also cover failures,
+ * collectives by the program's callbacks, and flights, which are collectives in the background. */
 #include <math.h>
 
 #include "carrier.h"
@@ -11,17 +12,18 @@ static fsdpc_device *device;
 /* --- values ---------------------------------------------------------------------------------- */
 
 static const fsdpc_dtype TYPES[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64};
-/* The last count is above a chunk of the stage (128 Ki floats); no count is divisible by all world sizes. */
+/* Ranks copy data through the stage in chunks of 128 Ki floats, and the last count is larger than a chunk. No
+ * count is divisible by all world sizes. */
 static const int64_t COUNTS[] = {1, 17, 1000, 43691, 131075};
 enum { LARGEST = 131075 };
-/* Fewer types under the thread sanitizer: it sees nothing new in more of them, but is slow. */
+/* The thread sanitizer is slow and finds nothing new with more types, so fewer types are tried with it. */
 #ifdef __SANITIZE_THREAD__
 enum { ALL_TYPES = 2 };
 #else
 enum { ALL_TYPES = 4 };
 #endif
 
-/* Fractions that no 16-bit type holds exactly, of mixed signs and sizes. */
+/* Returns a number that is rarely exact in a 16-bit type. Signs and magnitudes are mixed. */
 static double
 value_of(int rank, int64_t i)
 {
@@ -37,14 +39,15 @@ fill(void *buffer, fsdpc_dtype dtype, int64_t n, int rank)
     }
 }
 
-/* What a rank's element is after it has been stored in `dtype`. */
+/* Returns the value of a rank's element after rounding to `dtype`. */
 static double
 stored(fsdpc_dtype dtype, int rank, int64_t i)
 {
     return item_stored(dtype, value_of(rank, i));
 }
 
-/* The reduction in rank order, in F32 (F64 for F64), rounded to dtype at the end. */
+/* Returns the reduction of all ranks' elements, computed in rank order in F32 (F64 for F64) and then rounded
+ * to `dtype`. */
 static double
 expected(fsdpc_dtype dtype, enum fsdpc_op op, int world, int64_t i)
 {
@@ -125,7 +128,7 @@ try_broadcast(fsdpc_comm *comm, unsigned char *buffer, size_t bytes, int root)
     CHECK_INT(wrong, 0);
 }
 
-/* Tries all collectives with `room` bytes at `buffer`; only the first `types` of TYPES, as more take long. */
+/* Tries all collectives with `room` bytes at `buffer` and the first `types` of TYPES. */
 static void
 try_all(fsdpc_comm *comm, void *buffer, size_t room, size_t types)
 {
@@ -228,7 +231,7 @@ one_rank_has_nothing_to_do(void)
                 "7");
     CHECK_ERROR(fsdpc_comm_broadcast(comm, x, 4, 1, "u"), FSDPC_E_INVAL, "root 1");
     CHECK_ERROR(fsdpc_comm_agree(comm, NULL, "u"), FSDPC_E_INVAL, "NULL");
-    /* A wrong argument breaks nothing; an abort does. */
+    /* After a wrong argument the communicator still works; after an abort every call fails. */
     CHECK_INT(fsdpc_comm_barrier(comm, NULL), FSDPC_OK);
     fsdpc_comm_abort(comm, "no more");
     fsdpc_comm_abort(comm, "again");
@@ -319,8 +322,8 @@ different_collectives_are_noticed(bool threads)
     }
 }
 
-/* Option 0: barriers for different reasons; 1: a barrier and an agreement; 2: agreements for different
- * reasons. A third rank, if there is one, does not come. */
+/* Ranks 0 and 1 call barriers for different reasons (option 0), a barrier and an agreement (option 1), or
+ * agreements for different reasons (option 2). A third rank, if there is one, calls nothing. */
 static void
 mean_something_else(int rank, ranks_run *run)
 {
@@ -339,8 +342,9 @@ mean_something_else(int rank, ranks_run *run)
     fsdpc_comm_free(comm);
 }
 
-/* How many of the first two ranks say that the calls differ. With a third rank, which is missing, a rank that
- * a loaded machine holds up for longer than the deadline is told only that another one gave up. */
+/* Returns how many of the ranks 0 and 1 report that their calls differ. With a third rank, which calls
+ * nothing, a loaded machine may delay rank 0 or rank 1 past the timeout. The delayed rank then reports only
+ * that the other rank gave up. */
 static int
 count_mismatches(int option, bool threads)
 {
@@ -452,7 +456,7 @@ callbacks_carry_everything(int rank, ranks_run *run)
     void *buffer = malloc(room);
     REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &self.inner));
     REQUIRE_OK(fsdpc_comm_c10d(device, rank, run->world, &calls, &comm));
-    memset(&calls, 0, sizeof calls); /* the communicator has copied them */
+    memset(&calls, 0, sizeof calls); /* the communicator has a copy of the callbacks */
     CHECK_STR(fsdpc_comm_kind(comm), "c10d");
     try_all(comm, buffer, room, 1);
     CHECK(self.calls > 0);
@@ -466,7 +470,7 @@ callbacks_carry_everything(int rank, ranks_run *run)
     free(buffer);
 }
 
-/* Small parts, large ones, empty ones and other dtypes, each at an address of its own. */
+/* Small, large and empty parts of several dtypes. Each part has a buffer of its own. */
 static const struct {
     int64_t numel;
     fsdpc_dtype dtype;
@@ -491,7 +495,8 @@ new_parts(fsdpc_comm_part *parts, const fsdpc_comm *comm, bool gather)
     }
 }
 
-/* The number of wrong elements: in whole parts after a gather, in this rank's pieces after a sum. */
+/* Returns the number of wrong elements. After a gather all elements are compared, and after a sum only this
+ * rank's shards. */
 static int64_t
 count_wrong_parts(const fsdpc_comm_part *parts, const fsdpc_comm *comm, bool gather)
 {
@@ -509,7 +514,8 @@ count_wrong_parts(const fsdpc_comm_part *parts, const fsdpc_comm *comm, bool gat
     return wrong;
 }
 
-/* Counts the carrier's calls: parts of 200001 elements go alone, on 3 ranks those of 60000 as well. */
+/* Counts the calls of callbacks. Small parts share a call, but a part of 200001 elements has a call of its
+ * own, and so has a part of 60000 elements on 3 ranks. */
 static void
 small_parts_go_together(int rank, ranks_run *run)
 {
@@ -553,7 +559,7 @@ a_failed_callback_breaks_the_communicator(void)
         CHECK_ERROR(fsdpc_comm_all_gather(comm, x, 4, "b"), status, part);
         CHECK_ERROR(fsdpc_comm_barrier(comm, "c"), status, part);
         CHECK_ERROR(fsdpc_comm_agree(comm, "t", "c"), status, part);
-        CHECK_INT(self.calls, 2); /* nothing was called after the failure */
+        CHECK_INT(self.calls, 2); /* no callback was called after the failure */
         fsdpc_comm_free(comm);
         fsdpc_comm_free(self.inner);
     }
@@ -590,7 +596,7 @@ end:
 
 /* --- flights ------------------------------------------------------------------------------------- */
 
-enum { FLIGHT_PIECE = 400003 }; /* two chunks of bytes, and not divisible */
+enum { FLIGHT_PIECE = 400003 }; /* number of floats: two chunks, the second of an odd size */
 
 static fsdpc_comm *
 join_flying(int rank, ranks_run *run)
@@ -600,7 +606,7 @@ join_flying(int rank, ranks_run *run)
     return carrier_over(device, rank, run->world, inner, run->option ? run->name : NULL);
 }
 
-/* Two gathers and a reduction in flight at once, landed in another order on each rank. */
+/* Two gathers and a reduction run at once. Each rank waits for them (lands them) in an order of its own. */
 static void
 run_flights(int rank, ranks_run *run)
 {
@@ -658,11 +664,12 @@ run_flights(int rank, ranks_run *run)
     fsdpc_comm_free(comm);
 }
 
-/* Parts of which some travel in packets: gathered, and reduced to landings that lie apart. */
+/* Small parts travel to a rank as one packet. run_packets gathers the parts, and then reduces them into
+ * memory with gaps between the parts. */
 enum { PACKET_PARTS = 5 };
 static const int64_t PACKET_NUMEL[PACKET_PARTS] = {5, 20000, 16384, 0, 1};
 
-/* Checks that the pieces of all other ranks came: to their places in `whole`, or to `landed` where given. */
+/* Checks that the shards of all other ranks have arrived, in `landed` if it is not NULL, else in `whole`. */
 static void
 check_part(int rank, int world, const float *whole, const char *landed, size_t stride, int p)
 {
@@ -710,7 +717,7 @@ run_packets(int rank, ranks_run *run)
                            : fsdpc_flight_gather(comm, parts, PACKET_PARTS, FSDPC_TO_ALL, &mark,
                                                  "gather", &flight));
         CHECK_INT(fsdpc_flight_sent_bytes(flight), (5 + 20000 + 16384 + 1) * 4 * (world - 1));
-        /* To and from each other rank: the marks, the large part and one packet. */
+        /* Three sends and three receives per other rank: the marks, the large part and a packet. */
         CHECK_INT(flying_moved - before, 6 * (world - 1));
         REQUIRE_OK(fsdpc_flight_land(flight, "landing", &agreed));
         CHECK(agreed);
@@ -728,7 +735,8 @@ run_packets(int rank, ranks_run *run)
     fsdpc_comm_free(comm);
 }
 
-/* Each rank begins flights with keys in an order of its own, beside a gather, and lands them in a third order. */
+/* Each rank begins reductions that are matched by their keys, in an order of its own, and then a gather. All
+ * ranks wait for these flights in one order, in which the gather is second. */
 static void
 run_keys(int rank, ranks_run *run)
 {
@@ -751,7 +759,7 @@ run_keys(int rank, ranks_run *run)
         const fsdpc_comm_part part = {own[k], FLIGHT_PIECE, FSDPC_F32};
         const fsdpc_landing landing = {(char *)landed[k], bytes, &offset};
         REQUIRE_OK(fsdpc_flight_by_key(comm, &part, 1, &landing, keys[k], "by key", &flights[k]));
-        CHECK(!fsdpc_flight_is_here(flights[k])); /* here nothing lands before it is waited for */
+        CHECK(!fsdpc_flight_is_here(flights[k])); /* flying.h receives only in flying_land */
     }
     const fsdpc_mark mark = {.words = {1, 7}};
     const fsdpc_comm_part part = {whole, FLIGHT_PIECE, FSDPC_F32};
@@ -760,7 +768,7 @@ run_keys(int rank, ranks_run *run)
     for (int i = 0; i <= KEYS; i++) {
         fsdpc_flight *flight = flights[(i + 2) % (KEYS + 1)];
         REQUIRE_OK(fsdpc_flight_land(flight, "landing", NULL));
-        CHECK(i == 1 || fsdpc_flight_is_here(flight)); /* the gather is landed second */
+        CHECK(i == 1 || fsdpc_flight_is_here(flight)); /* i == 1: the gather, which has no key */
         fsdpc_flight_free(flight);
     }
     int wrong = 0;
@@ -784,7 +792,7 @@ run_keys(int rank, ranks_run *run)
     fsdpc_comm_free(comm);
 }
 
-/* A flying communicator's own collectives: sums in rank order, in every type and size. */
+/* Blocking collectives of a communicator with sends and receives add in rank order, in all types. */
 static void
 run_now(int rank, ranks_run *run)
 {
@@ -821,8 +829,9 @@ run_now(int rank, ranks_run *run)
     fsdpc_comm_free(comm);
 }
 
-/* The last rank's mark is of another flight: data moves among the other ranks at most, every rank learns all
- * marks, and the next flight is sound. */
+/* The last rank gives another mark than the other ranks. With sends and receives, ranks with equal marks get
+ * each other's data; with a blocking collective no rank gets data. Every rank gets all marks, and the next
+ * flight succeeds. */
 static void
 run_other_marks(int rank, ranks_run *run)
 {
@@ -854,7 +863,7 @@ run_other_marks(int rank, ranks_run *run)
     fsdpc_comm_free(comm);
 }
 
-/* Two of three ranks share a host: who sends to whom, and what is refused. */
+/* Two of three ranks share a host. Checks which rank sends to which, and which calls are refused. */
 static void
 run_hosts(int rank, ranks_run *run)
 {
@@ -867,7 +876,7 @@ run_hosts(int rank, ranks_run *run)
     if (!run->option) {
         CHECK_ERROR(fsdpc_comm_set_hosts(comm, names, segment, 1), FSDPC_E_STATE, "sends");
     } else {
-        if (rank == 0) { /* the other rank of the host does not come */
+        if (rank == 0) { /* rank 2, on the same host, does not join the segment `nobody` */
             CHECK_ERROR(fsdpc_comm_set_hosts(comm, names, nobody, 0.2), FSDPC_E_TIMEOUT, "");
             CHECK(!fsdpc_comm_hosts(comm));
         }
@@ -884,7 +893,7 @@ run_hosts(int rank, ranks_run *run)
     fsdpc_comm_free(comm);
 }
 
-/* A failure of posting or landing breaks the communicator; what was posted is given up once. */
+/* A failure to post or to land breaks the communicator, and each posted transfer is dropped exactly once. */
 static void
 flights_fail(void)
 {
@@ -956,7 +965,7 @@ main(void)
     ranks_do(run_now, .world = 2, .option = true);
     ranks_do(run_now, .world = 3, .option = true);
     flights_fail();
-    /* Threads last: forking after them is not safe. */
+    /* Threads come last, because a process with threads must not fork. */
     collectives_equal_plain_loops(true);
     different_collectives_are_noticed(true);
     reasons_are_compared(true);

@@ -1,4 +1,4 @@
-/* Our declarations of the CUDA driver against the toolkit's own, where it is installed. */
+/* Compares our declarations of the CUDA driver with those of the CUDA toolkit, if it is installed. */
 #include "test.h"
 
 #include "device/cuda_driver.h"
@@ -6,9 +6,9 @@
 #if __has_include(<cuda.h>)
 #include <cuda.h>
 
-/* The assignment is only compiled, as nothing here is linked with a driver; another prototype is an
- * error.  Three entries take structs by pointer: those are compared by layout below;
- * capture_info has another form in each generation of the toolkit. */
+/* The assignment inside of sizeof is compiled but never run, because no driver is linked. A prototype that
+ * differs is an error. Three entries take pointers to structs, whose layouts are compared below. The entry
+ * capture_info is left out, because it has another form in each generation of the toolkit. */
 #pragma GCC diagnostic error "-Wincompatible-pointer-types"
 #define SAME_TYPE(field, entry) CHECK(sizeof(((fsdpc_cuda_driver *)0)->field = entry) > 0)
 

@@ -1,6 +1,6 @@
-/* Finding the CUDA driver: every way in which there is none ends in one sentence.
+/* Tests of the search for the CUDA driver: if the driver is not usable, the error text says why.
  *
- * A shared library written here plays the driver; what it answers is set through the environment.
+ * A shared library that this file builds takes the driver's place. Environment variables set its results.
  */
 #include "test.h"
 
@@ -8,7 +8,7 @@
 
 static char folder[] = "/tmp/fsdpc-driver-XXXXXX";
 
-/* Hands out one function for most names: that is enough, as only the other names' answers are looked at. */
+/* Most entries of this driver are the function `other`, because the tests never look at their results. */
 static const char *const fake =
     "#include <stdlib.h>\n"
     "#include <string.h>\n"

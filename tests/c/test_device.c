@@ -1,4 +1,4 @@
-/* The CPU device: checked arguments, results independent of threads, memory, threads and fork. */
+/* Tests of the CPU device: arguments, results that do not depend on threads, memory, the pool, fork. */
 #include "test.h"
 
 #include <math.h>
@@ -9,7 +9,7 @@
 #include "device/device.h"
 #include "base/pool.h"
 
-enum { N = 700001 }; /* several parts for each thread, and an odd rest */
+enum { N = 700001 }; /* number of elements: several parts for each thread, and a remainder */
 
 static fsdpc_device *device;
 
@@ -150,7 +150,7 @@ memory_is_given_back(void)
         REQUIRE_OK(fsdpc_device_alloc(device, sizes[i % 3], &out));
         fsdpc_device_free(device, out, sizes[i % 3]);
     }
-    CHECK(mapped_pages() - before < 100); /* less than one page a round stays */
+    CHECK(mapped_pages() - before < 100); /* less than one page for each round */
 }
 
 /* --- threads ------------------------------------------------------------------------------- */
@@ -382,7 +382,7 @@ device_in_child(void)
     return -fsdpc_device_cpu(&out);
 }
 
-/* The device is made once in a process, so each way of failing is tried in a process of its own. */
+/* A process makes the device only once, so each failure is tried in a child process. */
 static int
 status_in_child(const char *name, const char *value, int64_t fail_after)
 {
@@ -395,7 +395,7 @@ status_in_child(const char *name, const char *value, int64_t fail_after)
         }
         fsdpc_mem_fail_after(fail_after);
         int code = device_in_child();
-        if (code != 0) { /* a failure leaves nothing behind: the next attempt succeeds */
+        if (code != 0) { /* the next attempt must succeed after a failure */
             if (name) {
                 unsetenv(name);
             }

@@ -1,13 +1,14 @@
-/* Memory of an allocator that was set: where blocks come from and go, what fails, who is let go. */
+/* Tests of a device with an allocator of the user's: where blocks come from, where they go back, and when the
+ * device fails or releases the allocator. */
 #include "device/device.h"
 #include "base/mem.h"
 #include "test.h"
 
 typedef struct pool {
     int allocs, frees, releases, trims;
-    size_t skew;     /* bytes behind an aligned address */
-    bool empty;      /* it refuses */
-    void *blocks[8]; /* all that it gave: more would be a fault of the test */
+    size_t skew;     /* how many bytes after an aligned address each block begins */
+    bool empty;      /* every allocation fails */
+    void *blocks[8]; /* all blocks that the pool has given; no test needs more than 8 */
     fsdpc_stream *stream;
 } pool;
 
@@ -74,7 +75,7 @@ blocks_go_back_to_where_they_came_from(void)
     CHECK(none == NULL && first.allocs == 1 && a == first.blocks[0]);
     CHECK_INT(sum_of(a, 1000), 0);
     set(&second);
-    CHECK_INT(first.releases, 0); /* one of its blocks is not freed yet */
+    CHECK_INT(first.releases, 0); /* the device keeps `first` until its block is freed */
     REQUIRE_OK(fsdpc_device_alloc(device, 77, &b));
     CHECK(second.allocs == 1 && b == second.blocks[0]);
     CHECK_INT(fsdpc_device_foreign_bytes(device), 1077);

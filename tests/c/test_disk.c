@@ -1,5 +1,5 @@
-/* A file of states: bytes there and back by both ways, in parts and in several buffers at a time; what
- * is refused, what fails, and what a deadline that has passed leaves. */
+/* Tests of a file of optimizer states: bytes are written and read back by both kinds of I/O, in parts and in
+ * several buffers at once; bad calls are refused; failures and timeouts leave a usable file. */
 #include "test.h"
 
 #include <errno.h>
@@ -18,7 +18,7 @@ enum { PAGES = 700, BYTES = PAGES * FSDPC_DISK_PAGE, BUFFERS = 3 };
 static unsigned char *memory[BUFFERS];
 static enum { AS_IT_IS, RESERVES_NOTHING, CANNOT_RESERVE, FULL } file_system;
 
-/* Takes the place of the C library's function and plays file systems that are not at hand. */
+/* Replaces the C library's function, to simulate file systems that the test machine does not have. */
 int
 fallocate(int fd, int mode, off_t offset, off_t bytes)
 {
@@ -56,7 +56,7 @@ fill(int buffer, int version)
     }
 }
 
-/* The pages of a buffer in three parts that lie apart in the file, in another order. */
+/* Splits the pages of a buffer into three parts, which are in reverse order in the file. */
 static void
 parts_of(int buffer, fsdpc_disk_part parts[3])
 {
@@ -85,7 +85,7 @@ bytes_come_back(fsdpc_disk_io io, bool direct)
         CHECK_INT(fsdpc_disk_wait(disk, b), FSDPC_OK);
         memset(memory[b], 0, BYTES);
     }
-    for (int b = 0; b < BUFFERS; b++) { /* each buffer's bytes go into the next buffer */
+    for (int b = 0; b < BUFFERS; b++) { /* reads the bytes of buffer b into the next buffer */
         parts_of(b, parts);
         CHECK_INT(fsdpc_disk_start(disk, false, (b + 1) % BUFFERS, parts, 3), FSDPC_OK);
     }
@@ -127,7 +127,7 @@ faults_have_names(fsdpc_disk_io io)
     CHECK_ERROR(fsdpc_disk_start(disk, false, 3, &part, 1), FSDPC_E_INVAL,
                 "buffer 3 does not exist");
     CHECK_ERROR(fsdpc_disk_wait(disk, 0), FSDPC_E_IO, "which ends there");
-    CHECK_INT(fsdpc_disk_wait(disk, 0), FSDPC_OK); /* an error is returned once */
+    CHECK_INT(fsdpc_disk_wait(disk, 0), FSDPC_OK); /* the wait before has returned the error */
     CHECK_ERROR(fsdpc_disk_wait(disk, 7), FSDPC_E_INVAL, "buffer 7 does not exist");
     CHECK(fsdpc_disk_close(disk));
     options.folder = "/nowhere";
@@ -152,17 +152,17 @@ space_is_there_or_refused(void)
     file_system = FULL;
     CHECK_ERROR(fsdpc_disk_grow(disk, BYTES), FSDPC_E_IO, "No space left");
     fsdpc_disk_describe(disk, &info);
-    CHECK_INT(info.bytes, FSDPC_DISK_PAGE); /* as before the two calls that failed */
+    CHECK_INT(info.bytes, FSDPC_DISK_PAGE); /* unchanged by the two calls that failed */
     CHECK(fstat(info.fd, &found) == 0 && found.st_size == FSDPC_DISK_PAGE);
     file_system = CANNOT_RESERVE;
     REQUIRE_OK(fsdpc_disk_grow(disk, BYTES));
     CHECK(fstat(info.fd, &found) == 0 && found.st_size == BYTES);
-    CHECK((int64_t)found.st_blocks * 512 >= BYTES); /* written, as it cannot be reserved */
+    CHECK((int64_t)found.st_blocks * 512 >= BYTES); /* allocated by writing, as reserving fails */
     file_system = AS_IT_IS;
     CHECK(fsdpc_disk_close(disk));
 }
 
-/* Whatever the kernel has done by then, a wait ends, and so does closing. */
+/* A wait ends at its timeout and a close ends, even if the kernel has not finished the transfer. */
 static void
 waits_end(void)
 {
@@ -179,7 +179,7 @@ waits_end(void)
     fsdpc_set_timeout(FSDPC_DEFAULT_TIMEOUT_S);
     CHECK_INT(fsdpc_disk_wait(disk, 0), FSDPC_OK);
     CHECK_INT(fsdpc_disk_start(disk, false, 1, parts, 3), FSDPC_OK);
-    CHECK(fsdpc_disk_close(disk)); /* with a transfer on its way */
+    CHECK(fsdpc_disk_close(disk)); /* while a transfer is in flight */
 }
 
 static int
@@ -212,6 +212,6 @@ main(void)
     for (int b = 0; b < BUFFERS; b++) {
         free(memory[b]);
     }
-    CHECK(chdir("/") == 0 && rmdir(folder) == 0); /* nothing is left in it */
+    CHECK(chdir("/") == 0 && rmdir(folder) == 0); /* the folder is empty */
     return test_result();
 }

@@ -1,4 +1,4 @@
-/* The table of element types. */
+/* Tests of the table of element types. */
 #include "base/dtype.h"
 #include "test.h"
 
@@ -37,7 +37,7 @@ gradients_are_kept_at_least_in_single_precision(void)
     CHECK(fsdpc_dtype_is_float(FSDPC_BF16) && !fsdpc_dtype_is_float(FSDPC_BYTES));
 }
 
-/* The codes of the DLPack standard: 1 unsigned, 2 IEEE float, 4 bfloat. */
+/* The codes of the DLPack standard are 1 for unsigned integers, 2 for IEEE floats and 4 for bfloat. */
 static void
 dlpack_tells_the_halves_apart(void)
 {

@@ -1,8 +1,8 @@
-/* Gathers and reductions among ranks: exact values in every schedule that a rank may legally run.
+/* Tests of gathers and reductions among ranks: values are exact in every schedule that a rank may run.
  *
- * The ranks of a group draw their schedules from seeds, the same or different ones; how often a
- * rank reduces a unit follows from (seed, rank, unit, step), so that everybody knows what each sum
- * must be. Masters change after every backward: values of an earlier step would be seen.
+ * Each rank draws its schedule from a seed. All ranks have the same seed, or each rank has a seed of its own.
+ * How often a rank reduces a unit follows from (seed, rank, unit, step), so that every rank can compute the
+ * sums that it must get. Shards change after every backward, so that a stale value is noticed.
  */
 #include "engine.h"
 #include "exchange/exchange_shared_impl.h"
@@ -12,24 +12,24 @@ enum { UNITS = 6, MAX_EVENTS = 64, TIMEOUT_S = 20 };
 static const int kinds[UNITS] = {0, 1, 2, 5, 4, 0};
 static const char *const names[UNITS] = {"u0", "u1", "u2", "u3", "u4", "u5"};
 
-/* How the group behaves that a test starts next. */
+/* What the ranks of the next group do. */
 static struct setup {
     uint64_t seed;
     int steps, slots, reduce_slots;
     bool poison, wire;
     bool own_order;  /* each rank draws its own schedule */
-    bool own_choice; /* ranks skip units, and forwards */
+    bool own_choice; /* each rank chooses which units and forwards it skips */
     bool prefetch;
-    bool nest;       /* two units live at once */
-    int most_rounds; /* reductions of one unit in one backward */
-    bool large;      /* there is one unit, of several chunks */
-    int slow;        /* this rank, counted from 1, sleeps now and then; 0: none */
+    bool nest;       /* a unit may be gathered while another unit is gathered */
+    int most_rounds; /* the most reductions of a unit in one backward */
+    bool large;      /* the group has a single unit, of several chunks */
+    int slow;        /* the rank, counted from 1, that sleeps now and then; 0: none */
 } setup;
 
 typedef struct group {
     int rank, world, step, forwards;
     int unit_count;
-    uint64_t state, naps; /* random states of the schedule and of sleeps */
+    uint64_t state, naps; /* states of two random generators: for the schedule, and for sleeps */
     fsdpc_comm *comm;
     fsdpc_unit *units[UNITS];
     fsdpc_trace *trace;
@@ -282,7 +282,7 @@ digest_of_run(const char *what, int world, bool threads)
         .counter;
 }
 
-/* First one schedule on all ranks, then each rank its own, then ranks that also skip units and forwards. */
+/* First all ranks run one schedule, then each rank runs its own, then ranks also skip units and forwards. */
 static void
 values_and_sums_are_exact(int world, uint64_t seeds, bool threads)
 {
@@ -367,7 +367,7 @@ run_plain_steps(int rank, ranks_run *run)
     close_group(&g);
 }
 
-/* A prefetched unit that turns out not to come next gives its slot up. */
+/* A prefetched unit gives up its slot if another unit is gathered instead. */
 static void
 run_wrong_guess(int rank, ranks_run *run)
 {
@@ -381,7 +381,7 @@ run_wrong_guess(int rank, ranks_run *run)
     check_values(&g, 1);
     REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[0]));
     check_values(&g, 0);
-    CHECK_INT(fsdpc_exchange_spare_count(g.x), 1); /* units 0 and 2 are both live now */
+    CHECK_INT(fsdpc_exchange_spare_count(g.x), 1); /* units 0 and 2 share a slot */
     REQUIRE_OK(fsdpc_exchange_drop(g.x));
     REQUIRE_OK(fsdpc_exchange_end(g.x));
     close_group(&g);
@@ -429,7 +429,7 @@ run_poison(int rank, ranks_run *run)
     for (int u = 0; u < 2; u++) {
         REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[u]));
         check_values(&g, u);
-        /* Rank 0 releases while the others still hold the slot and read it. */
+        /* Rank 0 releases the unit while the other ranks still read the slot. */
         if (g.rank != 0) {
             REQUIRE_OK(fsdpc_comm_barrier(g.comm, "poison"));
             check_values(&g, u);
@@ -448,7 +448,7 @@ run_poison(int rank, ranks_run *run)
         }
         REQUIRE_OK(fsdpc_comm_barrier(g.comm, "poison"));
     }
-    /* Gathered again in the same pass: the values are there, not the poison. */
+    /* A gather of the unit in the same pass must give its values and not the poison. */
     REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[1]));
     check_values(&g, 1);
     REQUIRE_OK(fsdpc_exchange_release(g.x, g.units[1]));
@@ -456,7 +456,7 @@ run_poison(int rank, ranks_run *run)
     close_group(&g);
 }
 
-/* Rank 0 runs a unit many times in one backward, the others once or not at all. */
+/* Rank 0 reduces a unit many times in one backward, the other ranks once or not at all. */
 static void
 run_lone_rounds(int rank, ranks_run *run)
 {
@@ -478,7 +478,8 @@ run_lone_rounds(int rank, ranks_run *run)
     close_group(&g);
 }
 
-/* Rank 0 posts everything before rank 1 begins; rank 1 then goes the other way round. */
+/* One rank begins late, after the other ranks have posted their reductions. Rank 0 reduces the units in
+ * order, and the other ranks in reverse order. */
 static void
 run_far_ahead(int rank, ranks_run *run)
 {
@@ -499,7 +500,8 @@ run_far_ahead(int rank, ranks_run *run)
     close_group(&g);
 }
 
-/* Ranks run different numbers of forwards; those that are done wait outside of the exchange. */
+/* Ranks run different numbers of forwards. After its forwards, a rank waits for the other ranks at a barrier
+ * of the communicator, outside of the exchange. */
 static void
 run_uneven_forwards(int rank, ranks_run *run)
 {
@@ -516,7 +518,7 @@ run_uneven_forwards(int rank, ranks_run *run)
     close_group(&g);
 }
 
-/* A piece has several chunks, which any rank may fill: the first that comes. */
+/* A shard has several chunks. The first rank that needs a chunk fills it, whichever rank that is. */
 static void
 run_large(int rank, ranks_run *run)
 {
@@ -554,7 +556,7 @@ run_mismatch(int rank, ranks_run *run)
                                 "of unit u1");
     } else {
         int status = rank == 0 ? reduce_one(&g, 0, 0) : fsdpc_exchange_gather(g.x, g.units[2]);
-        if (rank == 0 && engine_flies) { /* the sum lands at the end at the latest */
+        if (rank == 0 && engine_flies) { /* with sends, the pass's end returns the error */
             CHECK_INT(status, FSDPC_OK);
             status = fsdpc_exchange_end(g.x);
         }
@@ -610,9 +612,9 @@ run_until_death(int rank, ranks_run *run)
     char who[32];
     snprintf(who, sizeof who, "rank %d", run->killed);
     CHECK(strstr(fsdpc_error_text(), who) != NULL);
-    /* Clearing away after the error waits for nobody. */
+    /* A drop after the error does not wait for other ranks. */
     fsdpc_exchange_drop(g.x);
-    /* A rank that closes gives its part of the memory back: only when all have seen the death. */
+    /* A rank that closes frees its part of the memory, so ranks close only after all have seen the death. */
     atomic_fetch_add(&run->flags[0], 1);
     CHECK(rank_await(&run->flags[0], (uint32_t)run->world - 1));
     close_group(&g);
@@ -640,7 +642,7 @@ death_ends_all_others(int world, uint64_t seeds)
 
 /* --- main ------------------------------------------------------------------------------------ */
 
-/* Each case runs on 2 and on 3 ranks, and if `wired` also on 2 ranks over a wire. */
+/* Each case runs on 2 and on 3 ranks. If `wired`, it also runs on 2 ranks over a wire. */
 static const struct chosen {
     const char *what;
     rank_function ranks;
@@ -696,7 +698,8 @@ static const struct chosen {
 static void
 run_chosen(const struct chosen *c, int world, bool wire, bool threads)
 {
-    /* run_plain_steps: longer than a loaded machine holds a rank up, as patience that ends takes memory. */
+    /* A rank that waits longer than this for a slot uses spare memory. run_plain_steps expects no spare
+     * memory. Its limit is therefore longer than any delay of a rank on a loaded machine. */
     fsdpc_shared_patience_ns =
         c->ranks == run_plain_steps ? TIMEOUT_S * INT64_C(1000000000) : 200000000;
     setup = c->setup;
@@ -748,7 +751,7 @@ main(void)
     engine_hosts = ENGINE_APART;
     death_ends_all_others(2, 4);
     death_ends_all_others(4, 4);
-    /* Threads last: forking after them is not safe. */
+    /* Threads come last, because a process with threads must not fork. */
     ranks_keep_addresses = true;
     for (int i = 0; i < 3; i++) {
         run_chosen(&chosen[i], 2, false, true);

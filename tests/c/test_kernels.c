@@ -1,13 +1,15 @@
-/* Kernels: the scalar rules against their definition, and every table against the plain one.
+/* Tests of kernels. Scalar conversions are compared with their definition, and every table of kernels with
+ * the kernels in plain C.
  *
- * The 16-bit types are tried with all their bit patterns, float32 with a few million random ones;
- * sizes and addresses are those around the ends of vectors and of the streaming threshold.
+ * The 16-bit types are tried with all their bit patterns, float32 with a few million random patterns. Sizes
+ * and addresses are near multiples of a vector's length, and sizes are near the one from which stores bypass
+ * the caches (streaming).
  */
 #include "kernel_cases.h"
 
 enum {
     BIG = (1 << 20) | 5,
-    STREAMED = (4 << 20) | 5, /* float32 elements, just enough to go past the caches */
+    STREAMED = (4 << 20) | 5, /* just enough float32 elements that stores bypass the caches */
 };
 
 static const int64_t sizes[] = {0,  1,  2,  7,  15, 16, 17,  31,   33,
@@ -27,7 +29,7 @@ float_of(uint32_t bits)
     return value;
 }
 
-/* The value of a 16-bit pattern from its definition, in double. */
+/* Returns the value of a 16-bit float as a double, by the definition of the format. */
 static double
 value_of(unsigned bits, int exponent_bits, int mantissa_bits)
 {
@@ -60,14 +62,15 @@ every_16_bit_pattern_has_its_value_and_comes_back(void)
     CHECK_INT(wrong, 0);
 }
 
-/* True if `bits` is the nearest neighbour of the value, in double arithmetic; in the middle, the even one. */
+/* Returns true if `bits` is the 16-bit number nearest to `value`. If two numbers are equally near, only the
+ * even one counts. */
 static bool
 is_nearest(float value, uint16_t bits, int exponent_bits, int mantissa_bits)
 {
     const unsigned infinity = ((1u << exponent_bits) - 1) << mantissa_bits;
     const unsigned magnitude = bits & 0x7FFFu;
     const double wanted = fabs((double)value);
-    /* Infinity counts as a number one step of this size above the largest one. */
+    /* For rounding, infinity counts as a number that is one step above the largest number. */
     const double largest = value_of(infinity - 1, exponent_bits, mantissa_bits);
     const double step = largest - value_of(infinity - 2, exponent_bits, mantissa_bits);
     const double at =
@@ -132,7 +135,7 @@ floats_round_to_the_nearest_even(void)
 static void
 tables_agree_on_big_buffers(const kernel_set *set)
 {
-    static const int skips[] = {0, 2, 4, 12, 1}; /* with the last no address allows streaming */
+    static const int skips[] = {0, 2, 4, 12, 1}; /* 1: no store of floats bypasses the caches */
     for (int k = 0; k < 5; k++) {
         const int skip = skips[k];
         for (int b = 0; b < 3; b++) {
@@ -223,7 +226,7 @@ product_and_sum_are_rounded_separately(const fsdpc_kernels *table)
         expected[i] = acc[i] + product;
         fused_differs += fmaf(src[i], factor, acc[i]) != expected[i];
     }
-    CHECK(fused_differs > N / 2); /* else the case would show nothing */
+    CHECK(fused_differs > N / 2); /* else the test could not notice a fused multiply-add */
     float sum[N];
     memcpy(sum, acc, sizeof sum);
     table->accumulate(sum, FSDPC_F32, src, FSDPC_F32, N, factor);
@@ -297,7 +300,7 @@ norms_survive_large_and_strange_values(const fsdpc_kernels *table)
     const double expected = (double)src[5] * src[5] + (double)src[76] * src[76];
     CHECK(fabs(norm.sum - expected) <= 1e-12 * expected);
     CHECK(norm.max == -(double)src[76] && !norm.nonfinite);
-    for (int at = 0; at < N; at += 19) { /* a lane, the last vector, the rest */
+    for (int at = 0; at < N; at += 19) { /* inside of vectors, and behind the last whole vector */
         memset(src, 0, sizeof src);
         src[at] = -INFINITY;
         norm = table->norm2(src, FSDPC_F32, N);

@@ -1,4 +1,5 @@
-/* The kernels that exist in plain C only: packing of strided tensors, other norms, poison. */
+/* Tests of the kernels that exist in plain C only: they pack strided tensors, compute norms, and fill memory
+ * with poison. */
 #include "test.h"
 
 #include <math.h>

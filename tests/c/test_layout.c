@@ -1,4 +1,4 @@
-/* Placement of parameters: coverage, alignment, segments, refusals, allocation failures.
+/* Tests of layouts: coverage, alignment, segments, refused parameters, allocation failures.
  * tests/unit/test_layout_properties.py checks the same contract against a NumPy model. */
 #include "base/mem.h"
 #include "unit/footprint.h"
@@ -35,8 +35,8 @@ equal_kinds_share_a_segment(void)
     fsdpc_layout_free(layout);
 }
 
-/* Marks every byte of the gathered buffer that a parameter takes, and every element of a parameter that a
- * rank owns: each must be marked exactly once. */
+/* Checks that no two parameters share a byte of the gathered buffer, and that exactly one rank owns each
+ * element of a parameter. */
 static void
 check_coverage(int world, size_t align_bytes)
 {
@@ -120,7 +120,8 @@ frozen_segments_have_no_room_for_gradients(void)
     fsdpc_layout_free(layout);
 }
 
-/* A segment that is thawed or frozen is laid out as if it had been so from the start. */
+/* A segment that becomes trainable or frozen has the same layout as a segment that was trainable or frozen
+ * from the start. */
 static void
 trainable_segments_may_change(void)
 {
@@ -185,7 +186,8 @@ padding_by_rows_does_not_wrap(void)
                 "padded to a multiple of 2147483647 rows");
 }
 
-/* Behind the packed gradients lie codes for all ranks, and room for what each of the others sends. */
+/* Behind the packed gradients, a reduce buffer has room for two kinds of codes: those that this rank makes
+ * for all ranks, and those that each other rank sends to this rank. */
 static void
 coded_gradients_have_room(void)
 {
@@ -261,7 +263,8 @@ bad_parameters_are_named(void)
     refused(
         (fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 5, FSDPC_INT8, 0, true},
         "error feedback needs a reduce_codec");
-    /* One row of 2^51 elements is padded to 2^52, beside the elements of the other parameter. */
+    /* For two ranks, one row of 2^51 elements is padded to 2^52 elements. With the parameter before it, the
+     * unit has too many elements. */
     refused((fsdpc_param_spec){"w", INT64_C(1) << 51, FSDPC_F32, FSDPC_F32, FSDPC_F32, true,
                                INT64_C(1) << 51, 0, 0, false},
             "'w'");

@@ -1,4 +1,4 @@
-/* Counted allocations, injected failures and size arithmetic. */
+/* Tests of counted allocations, injected failures and size arithmetic. */
 #include "test.h"
 
 static void

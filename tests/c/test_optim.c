@@ -1,5 +1,5 @@
-/* Optimizer steps and packed activations: the same bits from every instruction set, on any number of
- * threads, and for a tensor that is cut in two. */
+/* Tests of optimizer steps and packed activations. Results have the same bits for every instruction set, for
+ * every number of threads, and if a tensor is cut in two. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -65,7 +65,8 @@ rule_of(fsdpc_optim_kind kind)
                               .average_weight = kind == FSDPC_OPTIM_LION ? 0.7 : 0.1};
 }
 
-/* Elements [begin, begin + n) of the memory, as a range of a whole parameter from `first` on. */
+/* Describes elements [begin, begin + n) of the memory to a step. The memory holds a part of a parameter,
+ * which begins with the parameter's element `first`. */
 static fsdpc_optim_tensor
 tensor_of(struct memory *memory, fsdpc_optim_kind kind, int64_t first, int64_t begin, int64_t n)
 {
@@ -99,8 +100,8 @@ step_all(struct memory *memory, int64_t first, int64_t cut, int threads)
     }
 }
 
-/* A step that multiplies by the inverse of the scale gives the bits of one that divides by it, and the
- * parameters' copies are their values rounded; the gradients stay. */
+/* A step with keeps_grads multiplies by the inverse of the scale and does not change the gradients. It gives
+ * the same bits as a step that divides by the scale. The copy of a parameter has the rounded values. */
 static void
 folded_scale_and_copies(void)
 {
@@ -143,8 +144,8 @@ step_eight_bits(struct memory *memory, int threads)
     REQUIRE_OK(fsdpc_optim_step8(&rule, &t, 1, threads));
 }
 
-/* The average is that of the values after the step, by the formula of optim.h; a rule that does not average
- * leaves the average as it is. */
+/* A step moves the average towards the parameter's new values, by the formula of optim.h. A rule without
+ * `averages` does not change the average. */
 static void
 averages_follow_the_new_values(void)
 {
@@ -170,7 +171,8 @@ averages_follow_the_new_values(void)
     free(before);
 }
 
-/* Steps with bfloat16 in the arrays of floats: every mix of types, to nearest and stochastically. */
+/* Makes five steps, each with another mix of bfloat16 and float32 values, in the memory of the float arrays.
+ * The first four steps round stochastically, and the last step rounds to nearest. */
 static void
 step_low(struct memory *memory, int64_t cut, int threads)
 {

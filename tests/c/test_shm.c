@@ -1,4 +1,4 @@
-/* The shared segment: meeting, waiting, death, departure, agreement, and nothing left behind. */
+/* Tests of the shared segment: rendezvous, waits, deaths and departures of ranks, agreements, cleanup. */
 #include <errno.h>
 #include <math.h>
 #include <sys/socket.h>
@@ -94,7 +94,7 @@ memory_is_handed_out_mapped_and_given_back(void)
     CHECK_ERROR(fsdpc_shm_alloc(shm, SIZE_MAX - page, false, &none), FSDPC_E_NOMEM,
                 "exceed the segment's");
     fsdpc_shm_free(shm);
-    /* Mappings outlive the handle. */
+    /* Mappings stay valid after the handle is freed. */
     memset(a, 3, 2 * page);
     CHECK_INT(((char *)a)[page], 3);
     fsdpc_shm_unmap(a, 2 * page);
@@ -130,7 +130,7 @@ count_in_step(int rank, ranks_run *run)
     REQUIRE_OK(fsdpc_shm_alloc(shm, page, true, &second));
     REQUIRE(second != offset);
     REQUIRE_OK(fsdpc_shm_map(shm, offset, page, NULL, &map));
-    int *mine = map; /* plain memory: only the barrier orders it */
+    int *mine = map; /* not atomic: only the barrier orders its accesses */
     for (int i = 1; i <= ROUNDS; i++) {
         mine[rank] = i * (rank + 1);
         REQUIRE_OK(fsdpc_shm_barrier(shm, &WAIT));
@@ -196,7 +196,7 @@ say_something(int rank, ranks_run *run)
         text[run->option] = rank == 2 ? 'b' : 'a';
     }
     rank_keep(run, rank, fsdpc_shm_agree(shm, text, &WAIT));
-    /* A disagreement damages nothing: the ranks can agree afterwards. */
+    /* The ranks can still agree after a disagreement. */
     CHECK_INT(fsdpc_shm_agree(shm, "same", &WAIT), FSDPC_OK);
     fsdpc_shm_free(shm);
     free(text);
@@ -285,7 +285,7 @@ second_host(int rank, ranks_run *run)
         atomic_store(&run->flags[1], 1);
         return;
     }
-    /* The group has two ranks, as a group of one would not listen; nobody comes as rank 1. */
+    /* The group has two ranks, because a group of one does not listen. No process joins as rank 1. */
     atomic_store(&run->flags[0], 1);
     rank_keep(run, 0, fsdpc_shm_create(0, 2, run->name, 1.0, &shm));
 }
@@ -299,7 +299,8 @@ a_taken_name_is_said(void)
     check_result(&run, first ? 1 : 0, FSDPC_E_TIMEOUT, " s in the rendezvous of group");
 }
 
-/* A socket at the group's address, or connected to it once rank 0 listens there. */
+/* Returns a socket that listens at the group's address if `listens`, else a socket connected to that
+ * address. */
 static int
 group_socket(const ranks_run *run, bool listens)
 {
@@ -318,7 +319,7 @@ group_socket(const ranks_run *run, bool listens)
     return own;
 }
 
-/* Connects and says nonsense, as often as it gets the chance, then comes as a rank. */
+/* Rank 1 first connects and sends bytes that are no message, and only then joins as a rank. */
 static void
 a_stranger_is_sent_away(int rank, ranks_run *run)
 {
@@ -336,7 +337,7 @@ a_stranger_is_sent_away(int rank, ranks_run *run)
     fsdpc_shm_free(shm);
 }
 
-/* Listens in rank 0's place and answers with `option`: 0 nonsense, 1 the end of the connection. */
+/* Listens in place of rank 0, and sends bytes that are no message (option 0) or closes the connection (1). */
 static void
 pose_as_host(int rank, ranks_run *run)
 {
@@ -372,7 +373,7 @@ what_ended_the_rendezvous_is_named(void)
                 "the connection to rank 3 failed: No buffer space available");
 }
 
-/* Rank 2 holds more silent connections than rank 0 keeps, before a rank comes. */
+/* Rank 2 opens more silent connections than rank 0 keeps, and only then rank 1 joins. */
 static void
 come_behind_a_crowd(int rank, ranks_run *run)
 {
@@ -406,7 +407,7 @@ silent_connections_keep_nobody_out(void)
     check_result(&run, 1, FSDPC_OK, "");
 }
 
-/* An interrupt check that kills the process, late enough for the other ranks to have come. */
+/* An interrupt check that kills the process at its fifth call, when the other ranks have joined. */
 static int
 die_soon(void)
 {
@@ -422,7 +423,7 @@ die_in_the_meeting(int rank, ranks_run *run)
 {
     fsdpc_shm *shm = NULL;
     if (rank == 3) {
-        return; /* never comes, so that the meeting lasts */
+        return; /* never joins, so that the rendezvous does not end */
     }
     if (rank == run->killed) {
         fsdpc_shm_interrupt_check = die_soon;
@@ -435,7 +436,7 @@ static void
 death_in_the_meeting_ends_it(void)
 {
     for (int killed = 0; killed < 3; killed += 2) {
-        /* A short deadline: a rank that connects after rank 0's death waits until then for another rank 0. */
+        /* The timeout is short, because a rank that connects after rank 0's death waits until the timeout. */
         ranks_run run = ranks_do(die_in_the_meeting, .world = 4, .kills = true, .killed = killed,
                                  .timeout_s = 4);
         if (killed == 2) {
@@ -473,7 +474,7 @@ wait_somewhere(fsdpc_shm *shm, enum where where)
     return status;
 }
 
-/* The killed rank dies when all others sleep. */
+/* The killed rank dies when all other ranks sleep in a wait. */
 static void
 wait_for_the_killed(int rank, ranks_run *run)
 {
@@ -488,7 +489,7 @@ wait_for_the_killed(int rank, ranks_run *run)
         raise(SIGKILL);
     }
     rank_keep(run, rank, wait_somewhere(shm, (enum where)run->option));
-    /* What failed stays failed. */
+    /* Later calls fail as well. */
     CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_PEER, "died");
     CHECK_ERROR(fsdpc_shm_agree(shm, "", &WAIT), FSDPC_E_PEER, "died");
     CHECK_ERROR(fsdpc_shm_check(shm, &WAIT), FSDPC_E_PEER, "died");
@@ -528,7 +529,7 @@ leave_early(int rank, ranks_run *run)
     }
     rank_keep(run, rank, fsdpc_shm_barrier(shm, &WAIT));
     CHECK(fsdpc_shm_left(shm, 1));
-    /* Nobody died: only a rank that waits for the one that left is told. */
+    /* Rank 1 has left but has not died: this is an error only for a rank that waits for rank 1. */
     CHECK_INT(fsdpc_shm_check(shm, &WAIT), FSDPC_OK);
     CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_STATE, "earlier collective");
     REQUIRE(rank == 0 || rank_await(&run->flags[0], 1));
@@ -588,7 +589,7 @@ stop_and_go_on(int rank, ranks_run *run)
         fsdpc_shm_free(shm);
         shm = NULL;
         atomic_store(&run->flags[0], 1);
-        /* Again and again: the rank may not have stopped yet. */
+        /* Repeat the signal, because the rank may not have stopped yet. */
         for (int i = 0; i < 50; i++) {
             kill((pid_t)atomic_load(&run->counter), SIGCONT);
             rank_sleep_ms(10);
@@ -602,7 +603,7 @@ a_stopped_rank_is_late_not_dead(void)
 {
     ranks_run run = ranks_do(stop_and_go_on, .world = 2, .timeout_s = 0.5);
     check_result(&run, 0, FSDPC_E_TIMEOUT, "for rank 1");
-    /* Rank 1 went on when rank 0 was gone: it completes the barrier that rank 0 had entered. */
+    /* Rank 1 continues after rank 0 has left, and completes the barrier that rank 0 had entered. */
     CHECK_INT(run.results[1].status, FSDPC_OK);
 }
 
@@ -657,7 +658,7 @@ be_interrupted(int rank, ranks_run *run)
         atomic_store(&run->flags[0], 1);
     } else {
         CHECK(rank_await(&run->flags[0], 1));
-        fsdpc_shm_interrupt_check = interrupt_now; /* a rank's own interrupt comes first */
+        fsdpc_shm_interrupt_check = interrupt_now; /* reported before rank 0's failure */
         CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_INTERRUPT, "Ctrl-C");
         fsdpc_shm_interrupt_check = NULL;
         CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_PEER, "rank 0 (pid ");
@@ -698,7 +699,8 @@ a_forked_child_is_not_the_rank(int rank, ranks_run *run)
 
 /* --- nothing left behind ---------------------------------------------------------------------- */
 
-/* Counts threads until there are as many as expected: a joined thread may stay listed for a moment. */
+/* Counts threads again until the number is the expected one, because a thread may be listed for a moment
+ * after it was joined. */
 static int
 count_tasks(int expected)
 {
@@ -727,7 +729,7 @@ come_once(int rank, ranks_run *run, int turn, int tasks)
 static void
 come_and_go(int rank, ranks_run *run)
 {
-    /* Once before counting: a sanitizer starts a thread of its own with the first thread. */
+    /* Run once before counting, because a sanitizer starts a thread of its own with the first thread. */
     come_once(rank, run, 0, 0);
     rank_sleep_ms(20);
     int fds = count_entries("/proc/self/fd");
@@ -741,7 +743,7 @@ come_and_go(int rank, ranks_run *run)
     CHECK_INT(fsdpc_mem_live(), live);
 }
 
-/* The number of lines of a file that contain `part`. */
+/* Returns the number of lines of a file that contain `part`. */
 static int
 count_traces(const char *path, const char *part)
 {
@@ -772,7 +774,7 @@ count_names(const char *directory, const char *part)
 static void
 nothing_is_left_behind(void)
 {
-    /* One run in good order, and one with a death, after which nobody cleans up. */
+    /* One run ends normally. In the other run a rank dies, and no process cleans up afterwards. */
     const ranks_run runs[] = {
         ranks_do(come_and_go, .world = 3),
         ranks_do(wait_for_the_killed, .world = 2, .kills = true, .killed = 1),
@@ -825,7 +827,7 @@ main(void)
     an_interrupt_ends_a_wait();
     ranks_do(a_forked_child_is_not_the_rank, .world = 2);
     nothing_is_left_behind();
-    /* Threads last: forking after them is not safe. */
+    /* Threads come last, because a process with threads must not fork. */
     ranks_meet_and_keep_step(true);
     ranks_do(a_sleeper_is_seen_and_woken, .world = 2, .threads = true);
     disagreement_is_quoted_everywhere(true);

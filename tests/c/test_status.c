@@ -1,4 +1,4 @@
-/* Codes, texts, prefixes and cutting of the per-thread error. */
+/* Tests of the error of a thread: codes, texts, prefixes and truncation. */
 #include <errno.h>
 #include <pthread.h>
 
@@ -40,8 +40,8 @@ errno_is_kept_until_the_next_error(void)
     CHECK_INT(fsdpc_error_errnum(), 0);
 }
 
-/* Every combination of lengths around the limit: nothing is written past the buffer (the
- * sanitizers watch), the text stays terminated and begins with the outermost prefix that fits. */
+/* Tries all lengths of text and prefix around the limit. Nothing is written past the buffer (the sanitizers
+ * would report it), and the text is terminated and begins with the outermost prefix that fits. */
 static void
 long_texts_are_cut(void)
 {

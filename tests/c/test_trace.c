@@ -1,4 +1,4 @@
-/* The ring of trace entries: order, wrapping, clearing, many writers beside a reader. */
+/* Tests of the ring of trace entries: order, wrapping, clearing, many writers with a reader. */
 #include <pthread.h>
 
 #include "test.h"
@@ -93,7 +93,7 @@ write_many(void *argument)
 {
     struct writer *writer = argument;
     for (uint32_t i = 0; i < ENTRIES; i++) {
-        /* The fields belong together, so that an entry mixed from two can be told. */
+        /* The last field follows from the others, so that an entry mixed from two writes is detected. */
         fsdpc_trace_add(writer->trace, FSDPC_TRACE_PACK, FSDPC_PHASE_OTHER, i, writer->id,
                         (uint64_t)i * WRITERS + (uint64_t)writer->id);
     }

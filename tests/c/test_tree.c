@@ -1,4 +1,4 @@
-/* Training steps through a tree: which unit is gathered, kept, reduced and let go when. */
+/* Tests of training steps of a tree: when each unit is gathered, kept, reduced and released. */
 #include "engine.h"
 #include "comm/flight.h"
 #include "tree/tree_impl.h"
@@ -18,7 +18,7 @@ static struct setup {
 
 typedef struct model {
     int rank, world, version;
-    int round; /* the round of the gradients that are sent next */
+    int round; /* how often this backward has already reduced the unit whose gradients come next */
     fsdpc_comm *comm, *replicate;
     fsdpc_unit *units[UNITS];
     fsdpc_tree *tree;
@@ -58,7 +58,7 @@ open_model(model *m, int rank, ranks_run *run)
 static void
 close_model(model *m)
 {
-    /* A rank that closes gives memory back that others may still read: so all come here first. */
+    /* A rank that closes frees memory that other ranks may still read, so all ranks meet here first. */
     REQUIRE_OK(fsdpc_comm_barrier(m->comm, "close"));
     fsdpc_tree_free(m->tree);
     for (int u = 0; u < UNITS; u++) {
@@ -233,7 +233,7 @@ steps_are_exact_whatever_is_prefetched(int world, bool wire)
 static void
 check_doubled(model *m, int step)
 {
-    /* The same gradients kept once and sent once: each sum doubles, which is exact. */
+    /* One backward kept these gradients and the next sent the same again, so each sum is exactly doubled. */
     const int rounds[RANKS_MAX] = {1, 1, 1, 1};
     for (int u = 0; u < 2; u++) {
         fsdpc_unit *unit = m->units[u];
@@ -253,12 +253,12 @@ run_unusual_steps(int rank, ranks_run *run)
 {
     model m;
     open_model(&m, rank, run);
-    /* Evaluation, then masters that change without a backward. */
+    /* Each evaluation is followed by a change of the shards without a backward. */
     for (int i = 1; i < 4; i++) {
         REQUIRE_OK(forward(&m, false));
         set_version(&m, i);
     }
-    /* A forward that breaks off inside of a unit, entered twice; the next pass clears it away. */
+    /* A forward fails inside of a unit that was entered twice. The next pass clears this state. */
     REQUIRE_OK(fsdpc_tree_begin_forward(m.tree, true));
     REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, ROOT));
     REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 1));
@@ -266,7 +266,7 @@ run_unusual_steps(int rank, ranks_run *run)
     check_values(&m, 1);
     REQUIRE_OK(fsdpc_tree_forward_failed(m.tree, 1));
     CHECK_INT(fsdpc_unit_refs(m.units[1]), 1);
-    /* Accumulation on this rank, then a backward that sends the gradients of both backwards. */
+    /* The first backward keeps its gradients on this rank; the second sends the gradients of both. */
     REQUIRE_OK(forward(&m, true));
     REQUIRE_OK(backward(&m, 9, false));
     CHECK_INT(m.tree->backwards, 0);
@@ -277,7 +277,7 @@ run_unusual_steps(int rank, ranks_run *run)
     REQUIRE_OK(backward(&m, 9, true));
     check_doubled(&m, 9);
     set_version(&m, 4);
-    /* A second backward without a forward between; a recomputation inside of it. */
+    /* A second backward runs without a forward in between, and recomputes a unit. */
     REQUIRE_OK(forward(&m, true));
     REQUIRE_OK(backward(&m, 10, true));
     check_sums(&m, 10);
@@ -290,7 +290,7 @@ run_unusual_steps(int rank, ranks_run *run)
     REQUIRE_OK(backward(&m, 11, true));
     check_sums(&m, 11);
     set_version(&m, 5);
-    /* A backward that is given up in the middle: nothing is held, the next step is right. */
+    /* After a backward that ends in the middle, no unit is held, and the next step is correct. */
     REQUIRE_OK(forward(&m, true));
     REQUIRE_OK(fsdpc_tree_begin_backward(m.tree));
     REQUIRE_OK(fsdpc_tree_backward_enter(m.tree, 1));
@@ -311,7 +311,8 @@ unusual_steps_work(int world)
     ranks_do(run_unusual_steps, .world = world, .timeout_s = 20);
 }
 
-/* Where ranks keep one order, a unit is over when the backward comes to a unit that ran before it. */
+/* Over a wire, where all ranks reduce units in one order, a unit counts as passed when the backward reaches a
+ * unit whose forward ran earlier. */
 static void
 run_passed(int rank, ranks_run *run)
 {
@@ -332,7 +333,9 @@ run_passed(int rank, ranks_run *run)
     CHECK_INT(fsdpc_tree_next_passed(m.tree, 2), -1);
     CHECK(fsdpc_tree_is_held(m.tree, ROOT));
     REQUIRE_OK(fsdpc_tree_end_backward(m.tree, false));
-    /* A backward through the graphs of several passes comes to a unit more than once. */
+    /* While the tree remembers the forwards of an earlier pass, this backward may run through these
+     * forwards, too, and no unit counts as passed. After fsdpc_tree_forget_calls, unit 4 counts as passed
+     * over a wire. */
     for (int known = 1; known >= 0; known--) {
         REQUIRE_OK(forward(&m, true));
         REQUIRE_OK(fsdpc_tree_begin_backward(m.tree));
@@ -351,7 +354,7 @@ units_are_passed(bool wire)
     ranks_do(run_passed, .world = 2, .timeout_s = 20);
 }
 
-/* A unit's gradients may become complete several times in one backward; on some ranks only. */
+/* A unit's gradients may become complete several times in one backward, not equally often on all ranks. */
 static void
 run_two_rounds(int rank, ranks_run *run)
 {
@@ -390,7 +393,7 @@ a_unit_may_be_complete_twice(int world, bool wire)
     ranks_do(run_two_rounds, .world = world, .timeout_s = 20);
 }
 
-/* Frees the old tree, or (setup.detach) only detaches it: then it is freed while the next one runs. */
+/* Frees the old tree. If setup.detach is true, only detaches the tree, which check_detached frees later. */
 static void
 leave_old_tree(model *m, fsdpc_tree *old)
 {
@@ -408,7 +411,7 @@ leave_old_tree(model *m, fsdpc_tree *old)
     REQUIRE_OK(fsdpc_unit_thaw(m->units[1], none));
 }
 
-/* A detached tree can do nothing to the units, which are in another tree. */
+/* A detached tree cannot change its former units, which belong to another tree now. */
 static void
 check_detached(model *m, fsdpc_tree *old)
 {
@@ -429,7 +432,7 @@ check_detached(model *m, fsdpc_tree *old)
     REQUIRE_OK(fsdpc_tree_forward_leave(m->tree, 1, false));
 }
 
-/* A tree that went in the middle of a pass leaves units that the next one can use. */
+/* If a tree is freed or detached in the middle of a pass, another tree can use its units. */
 static void
 run_second_tree(int rank, ranks_run *run)
 {
@@ -438,7 +441,7 @@ run_second_tree(int rank, ranks_run *run)
     REQUIRE_OK(fsdpc_tree_begin_forward(m.tree, true));
     REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, ROOT));
     REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 1));
-    REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 2)); /* one slot, so unit 2 gets private memory */
+    REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 2)); /* no slot is free: gets private memory */
     check_values(&m, 2);
     REQUIRE_OK(fsdpc_comm_barrier(m.comm, "before the tree goes"));
     fsdpc_tree *old = m.tree;
@@ -470,8 +473,8 @@ units_outlive_their_tree(int world)
 
 /* --- replicas -------------------------------------------------------------------------------- */
 
-/* Shard groups of two ranks; the sums over all ranks arrive everywhere. With the run's option replicas swap
- * their sums in the background, and in the last step a second gradient comes after the first one's sum has left. */
+/* Two ranks form a shard group, and all ranks get the sums over all ranks. If the run's option is set,
+ * replicas exchange their sums by sends and receives. In the last step each rank reduces twice. */
 static void
 run_replicas(int rank, ranks_run *run)
 {

@@ -1,4 +1,4 @@
-/* One unit: gradients packed, accumulated, summed, measured and replaced. */
+/* Tests of one unit, whose gradients are packed, accumulated, summed, measured and replaced. */
 #include <math.h>
 
 #include "engine.h"
@@ -49,7 +49,7 @@ static const fsdpc_param_spec matrix_specs[] = {
     {"c", 5, FSDPC_F32, FSDPC_F32, FSDPC_BF16, true, 0, 0, 0, false},
 };
 
-/* a is a transposed 3x4, b is one value seen six times, c is absent. */
+/* Gradient a is a transposed 3x4 matrix, b is one value expanded to six elements, and c is absent. */
 static void
 make_strided(const float *values, fsdpc_tensor *grads)
 {
@@ -89,7 +89,7 @@ gradients_are_packed_with_strides_and_gaps(void)
     size_t bytes = unit->layout->reduce_bytes;
     uint16_t *buffer = malloc(bytes), *expected = calloc(1, bytes);
     for (int times = 0; times < 3; times++) {
-        /* From the second time on, gradients that were kept before are added. */
+        /* Round 0 packs `grads`, round 1 packs `grads` and a kept copy, and round 2 packs two kept copies. */
         memset(buffer, 0xff, bytes);
         memset(expected, 0, bytes);
         for (int kept = 0; kept < times; kept++) {
@@ -103,11 +103,11 @@ gradients_are_packed_with_strides_and_gaps(void)
                 expected[unit->layout->params[i].offset + k] = fsdpc_f32_to_bf16(sum);
             }
         }
-        CHECK(memcmp(buffer, expected, bytes) == 0); /* zeros between parameters too */
+        CHECK(memcmp(buffer, expected, bytes) == 0); /* the padding is zero as well */
         CHECK(bits[0] == 1 && bits[1] == 1 && bits[2] == 0);
         CHECK(!unit->grads.local_any && !unit->grads.local_used[0]);
     }
-    /* What was kept for parameter 0 was dropped: it adds nothing. */
+    /* The kept gradient of parameter 0 is dropped, so the packed gradient is zero. */
     REQUIRE_OK(fsdpc_grad_keep_local(unit, grads));
     fsdpc_grad_drop_local(unit, 0);
     REQUIRE_OK(fsdpc_grad_pack(unit, NULL, buffer, bits));
@@ -158,7 +158,8 @@ sums_are_in_rank_order(void)
     }
 }
 
-/* One rank alone: gradients replace, then add, and absent ones leave what is there. */
+/* On a single rank, the first gradients replace the old values, and an absent gradient counts as zeros. Later
+ * gradients are added. */
 static void
 direct_gradients_replace_and_add(void)
 {
@@ -188,7 +189,7 @@ direct_gradients_replace_and_add(void)
         float half = strided_value(values, 0, k) * 0.5f;
         CHECK(a[k] == half + half + half);
     }
-    /* A further time without gradients forgets no bit and no sum. */
+    /* Another call without gradients changes no bit and no sum. */
     float before = a[3];
     REQUIRE_OK(fsdpc_grad_direct(unit, none, bits));
     CHECK(bits[0] == 1 && bits[2] == 0 && a[3] == before);
@@ -196,8 +197,8 @@ direct_gradients_replace_and_add(void)
     fsdpc_comm_free(comm);
 }
 
-/* On the CPU gradients are added in the order of their arrival: a large sum swallows ones that would count if
- * they were added to each other first. */
+/* On the CPU gradients are added in the order in which they arrive. A large sum absorbs small gradients that
+ * would count if they were first added to each other. */
 static void
 direct_gradients_are_added_in_order(void)
 {
@@ -210,7 +211,7 @@ direct_gradients_are_added_in_order(void)
     uint8_t bits[3] = {0};
     int64_t length;
     for (int k = 0; k < 12; k++) {
-        large[k] = 16777216; /* 2^24: the next float is two above */
+        large[k] = 16777216; /* 2^24; the next larger float is 2^24 + 2 */
         one[k] = 1;
     }
     REQUIRE_OK(fsdpc_grad_direct(unit, grads, bits));
@@ -252,7 +253,8 @@ norms_and_scaling(void)
     fsdpc_comm_free(comm);
 }
 
-/* Sums are wider than the gradients that the optimizer sees; edits of either survive. */
+/* Sums have a wider dtype than the gradients that the optimizer sees. A change of a sum reaches the
+ * gradient, and a change of a gradient reaches the sum. */
 static void
 narrow_gradients_follow_the_sums(void)
 {
@@ -267,13 +269,13 @@ narrow_gradients_follow_the_sums(void)
     float *sum = fsdpc_unit_grad(unit);
     CHECK_INT(fsdpc_unit_grad_dtype(unit, 0), FSDPC_BF16);
     CHECK((void *)seen != (void *)sum);
-    const float fine = 1.00048828125f; /* 1 + 2^-11, which bfloat16 shows as 1 */
+    const float fine = 1.00048828125f; /* 1 + 2^-11, which bfloat16 rounds to 1 */
     for (int i = 0; i < 8; i++) {
         sum[i] = fine;
     }
     REQUIRE_OK(fsdpc_unit_finish_grad(unit));
     CHECK(fsdpc_bf16_to_f32(seen[7]) == 1);
-    /* Unchanged elements keep their digits, changed ones take what was written. */
+    /* Unchanged elements keep their full precision; changed elements take the values that were written. */
     seen[2] = fsdpc_f32_to_bf16(-7);
     REQUIRE_OK(fsdpc_unit_reload_grad(unit, 0));
     CHECK(sum[0] == fine && sum[2] == -7 && sum[7] == fine);
@@ -320,7 +322,7 @@ count_mappings(void)
 
 /* --- memory for gradients that come later ---------------------------------------------------- */
 
-/* Thawing that fails leaves the unit as it was; else gradients move to their new places. */
+/* A thaw that fails does not change the unit. A thaw that succeeds moves gradients to their new places. */
 static int
 thaw_and_free(void *argument)
 {

@@ -1,4 +1,4 @@
-"""Frameworks on fsdpc: nothing here may ask the network for anything."""
+"""Hooks for the tests of frameworks on fsdpc. These tests do not use the network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness import Template
 HERE = Path(__file__).parent
 ENTERED = pytest.StashKey[bool]()
 
-# Before any framework is imported, here and in the ranks, which inherit it.
+# Set before any framework is imported. The ranks inherit these variables.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -20,7 +20,10 @@ os.environ["WANDB_DISABLED"] = "true"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Ranks of other tests are not forked from a process that has the frameworks in memory."""
+    """Give these tests a template process of their own.
+
+    Ranks of other tests are then forked from a process that has not imported the frameworks.
+    """
     if not item.config.stash.get(ENTERED, False):
         Template.close()
         item.config.stash[ENTERED] = True

@@ -1,4 +1,4 @@
-"""Tiny language models of Hugging Face with random weights, their batches and a training loop."""
+"""Tiny Hugging Face language models with random weights, batches for them and a training loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ both_models = pytest.mark.parametrize("name", ["llama", "gpt2"])
 
 
 def llama() -> LlamaForCausalLM:
-    """A Llama with grouped attention, and with input and output embeddings apart."""
+    """Return a Llama with grouped-query attention and untied embeddings."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
@@ -38,7 +38,10 @@ def llama() -> LlamaForCausalLM:
 
 
 def gpt2() -> GPT2LMHeadModel:
-    """A GPT-2: tied embeddings, Conv1D weights, learned positions; no dropout, for equal runs."""
+    """Return a GPT-2 with tied embeddings, Conv1D weights and learned positions.
+
+    The model has no dropout, so that runs can be compared.
+    """
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY,
@@ -63,7 +66,7 @@ def build(name: str, seed: int = 0) -> torch.nn.Module:
 
 
 def blocks(name: str) -> functools.partial:
-    """The policy that makes each transformer block a unit."""
+    """Return the wrap policy that makes each transformer block a unit."""
     return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={MODELS[name][1]})
 
 
@@ -72,7 +75,7 @@ def shard(name: str, model: torch.nn.Module, **options) -> FSDP:
 
 
 def shard_in_place(name: str, model: torch.nn.Module, **options) -> torch.nn.Module:
-    """Shards by fully_shard; the root's unit holds the embeddings, tied or not, and the head."""
+    """Apply fully_shard to the blocks and the root, whose unit has the embeddings and the head."""
     for module in list(model.modules()):
         if isinstance(module, MODELS[name][1]):
             fully_shard(module, **options)
@@ -83,7 +86,7 @@ def batch(rank: int, step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * (step % 2) + rank)
     tokens = torch.randint(VOCABULARY, (2, 12), generator=generator)
     mask = torch.ones_like(tokens)
-    mask[0, :3] = 0  # padding on the left, as a tokenizer would
+    mask[0, :3] = 0  # padding on the left, as tokenizers add it
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
 
 

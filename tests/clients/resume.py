@@ -1,4 +1,7 @@
-"""Saving and resuming: the three ways of scripts, and what accelerate's needs."""
+"""Functions that save and load a model and its optimizer in three ways.
+
+`with_state` prepares an optimizer for a load by accelerate.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ FULL = (
 
 
 def with_state(optimizer: torch.optim.Optimizer) -> None:
-    """accelerate reads a SHARDED optimizer into the state that the optimizer has. A new optimizer
-    has none and, over torch's FSDP too, silently gets none: so a step of nothing comes first.
+    """Make a step with zero gradients, so that the optimizer has states.
+
+    accelerate loads a sharded checkpoint into the states that the optimizer already has. A new
+    optimizer has no states, so accelerate silently loads none. The same happens with torch's FSDP.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -30,7 +35,7 @@ def with_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def save(form, model, optimizer, folder):
-    """Saves as scripts do: one file, a distributed checkpoint or ``get_state_dict``. Collective."""
+    """Save the model and the optimizer in the way that `form`, one of FORMS, names. Collective."""
     if form == "one file":
         with FSDP.state_dict_type(model, *FULL):
             state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
@@ -47,7 +52,7 @@ def save(form, model, optimizer, folder):
 
 
 def load(form, model, optimizer, folder):
-    """Loads what `save` wrote into a new model and a new optimizer. Collective."""
+    """Load a checkpoint of `save` into a new model and a new optimizer. Collective."""
     if form == "one file":
         state = torch.load(folder / "checkpoint.pt", weights_only=True)
         with FSDP.state_dict_type(model, *FULL):

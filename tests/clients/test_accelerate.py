@@ -1,4 +1,7 @@
-"""Hugging Face accelerate with its FSDP plugin: the loop of its documentation, on fsdpc."""
+"""Tests of Hugging Face accelerate with its FSDP plugin on fsdpc.
+
+The training loop is the one in accelerate's documentation.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ both_forms = pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_
 
 
 def accelerator_of(kind: str, precision: str = "no", **plugin) -> Accelerator:
-    """kind "ddp" is accelerate as it runs on CPU ranks by itself; "fsdpc" has its FSDP plugin.
+    """Return an Accelerator: for kind "fsdpc" with the FSDP plugin, for "ddp" without.
 
-    accelerate offers the plugin on several accelerators only. The one patch tells accelerate that
-    the CPU ranks are accelerators. Device, process group and everything else stay what they are.
+    accelerate offers the plugin only on several accelerators. A single patch tells accelerate that
+    the CPU ranks are accelerators. Device, process group and everything else are unchanged.
     """
     PartialState(cpu=True)
     common = {
@@ -63,7 +66,7 @@ def prepared(accelerator: Accelerator, dtype: torch.dtype | None = None):
 
 
 def train(accelerator, model, optimizer, loader, scheduler) -> list[float]:
-    """Losses of every micro-batch and norms of every step."""
+    """Return the loss of every micro-batch and the gradient norm of every step."""
     seen = []
     for batch in loader:
         with accelerator.accumulate(model):
@@ -79,7 +82,7 @@ def train(accelerator, model, optimizer, loader, scheduler) -> list[float]:
 
 
 def run(rank, world, kind, precision="no", dtype=None, **plugin):
-    """Trains; returns what ``train`` saw, the parameters' dtypes and the whole state dict."""
+    """Train, and return the result of ``train``, the parameters' dtypes and the full state dict."""
     accelerator = accelerator_of(kind, precision, **plugin)
     model, *rest = prepared(accelerator, dtype)
     assert (type(model) is fsdpc.FSDP) == (kind == "fsdpc")
@@ -93,14 +96,14 @@ def run(rank, world, kind, precision="no", dtype=None, **plugin):
 
 @functools.cache
 def on_ddp():
-    """What ``run`` returns on two ranks of DDP."""
+    """Return the results of ``run`` on two ranks of DDP."""
     return run_ranks(run, 2, kind="ddp")
 
 
 @both_ways
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_training_equals_ddp(use_orig_params, strategy):
-    """With accumulation, clipping and a schedule; then the whole state dict on rank 0, too."""
+    """Losses with accumulation, clipping and a schedule, and the full state dict, equal DDP's."""
     options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
     got = run_ranks(run, 2, kind="fsdpc", **options)
     expected = on_ddp()
@@ -134,8 +137,10 @@ def test_options_of_the_plugin(name):
 
 @both_ways
 def test_a_bf16_model_is_trained_in_fp32(use_orig_params):
-    """Under mixed precision accelerate raises low-precision parameters to fp32, through torch's
-    private handle: training then equals, to the bit, that of an fp32 model with the same values.
+    """Under mixed precision accelerate converts low-precision parameters to fp32.
+
+    accelerate does so through torch's private handle. The losses and weights then equal, to the
+    bit, those of an fp32 model that starts with the same values.
     """
     options = {"kind": "fsdpc", "precision": "bf16", "use_orig_params": use_orig_params}
     got = run_ranks(run, 2, dtype=torch.bfloat16, **options)
@@ -162,7 +167,7 @@ def wrap_by_hand_and_export(rank, world, folder, use_orig_params):
 
 @both_ways
 def test_a_model_wrapped_by_hand_is_exported(use_orig_params, tmp_path):
-    """prepare leaves the model alone; ``save_model`` writes safetensors that plain models load."""
+    """``prepare`` does not wrap the model again; a plain model loads what ``save_model`` wrote."""
     run_ranks(wrap_by_hand_and_export, 2, folder=str(tmp_path), use_orig_params=use_orig_params)
 
 
@@ -186,9 +191,11 @@ def load_and_train(rank, world, folder, **plugin):
 @both_ways
 @both_forms
 def test_resuming_gives_the_same_losses(use_orig_params, form, tmp_path):
-    """``save_state`` in one set of processes, ``load_state`` in another: model, optimizer, schedule
-    and random states. Later losses and norms equal the first run's to the bit, over torch's
-    collectives, too; with parameters shown the other way (other optimizer loops), up to rounding.
+    """``load_state`` in new processes restores model, optimizer, schedule and random states.
+
+    Later losses and norms equal the first run's to the bit, also with FSDPC_COLLECTIVES=c10d. If
+    the resumed run has the other value of ``use_orig_params``, its optimizer has other tensors, and
+    the results are equal up to rounding.
     """
     options = {"folder": str(tmp_path), "use_orig_params": use_orig_params, "state_dict_type": form}
     expected = run_ranks(train_and_save, 2, **options)
@@ -201,7 +208,7 @@ def test_resuming_gives_the_same_losses(use_orig_params, form, tmp_path):
 
 
 def save_and_go_back(rank, world, folder, **plugin):
-    """Losses after ``save_state``, and those after ``load_state`` into the model trained so far."""
+    """Return what ``train`` gives after ``save_state``, and again after ``load_state``."""
     accelerator = accelerator_of("fsdpc", **plugin)
     parts = prepared(accelerator)
     train(accelerator, *parts)

@@ -1,6 +1,4 @@
-"""Hugging Face accelerate with ``fsdp_version: 2`` on fsdpc: prepare, accumulate, clip, save,
-load.
-"""
+"""Tests of Hugging Face accelerate with ``fsdp_version: 2`` on fsdpc."""
 
 from __future__ import annotations
 
@@ -21,8 +19,10 @@ from toys import toy  # noqa: E402
 
 
 def sharding(precision: str = "no", **plugin) -> Accelerator:
-    """accelerate offers FSDP2 on several accelerators only: the one patch tells it that the CPU
-    ranks are accelerators.
+    """Return an Accelerator with FSDP2.
+
+    accelerate offers FSDP2 only on several accelerators. A single patch tells accelerate that the
+    CPU ranks are accelerators.
     """
     PartialState(cpu=True)
     fsdpc.install("fully_shard")
@@ -43,7 +43,10 @@ def sharding(precision: str = "no", **plugin) -> Accelerator:
 
 
 def prepared(accelerator: Accelerator) -> tuple:
-    """As in test_accelerate, but the optimizer is made first, as ``fsdp_version: 2`` asks for."""
+    """Return model, optimizer, loader and scheduler.
+
+    Unlike in test_accelerate, the optimizer is made before the model is sharded, as FSDP2 requires.
+    """
     data = torch.randint(13, (32, 5), generator=torch.Generator().manual_seed(7))
     loader = torch.utils.data.DataLoader(data, batch_size=2)
     model = toy()
@@ -70,7 +73,7 @@ def run(rank, world, kind, precision="no", **plugin):
 
 @functools.cache
 def on_ddp():
-    """What ``run`` returns on two ranks of DDP."""
+    """Return the results of ``run`` on two ranks of DDP."""
     return run_ranks(run, 2, kind="ddp")
 
 

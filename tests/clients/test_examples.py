@@ -1,4 +1,4 @@
-"""The examples, in sizes that take seconds; one as its first lines say, with torchrun."""
+"""Tests that run the examples in small sizes, one of them by torchrun."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from harness import ranks, run_ranks
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-# Imported once, before the ranks are forked.
+# The ranks' parent process imports these once, before it forks the ranks.
 LOADED_BY_RANKS = ("accelerate", "transformers", "lightning.pytorch")
-ELASTIC = {"TORCHELASTIC_RUN_ID": "test"}  # ranks that somebody else started, as torchrun does
+ELASTIC = {"TORCHELASTIC_RUN_ID": "test"}  # tells libraries that a launcher started the ranks
 
 
 def printed(rank: int, world: int, name: str, options: list[str]) -> str:
@@ -33,7 +33,10 @@ def printed(rank: int, world: int, name: str, options: list[str]) -> str:
 
 
 def lines_of(name: str, *options: str, needs: str) -> list[str]:
-    """What rank 0 of 2 prints, on the harness's ranks: torchrun's would import everything anew."""
+    """Return the lines that rank 0 of 2 prints.
+
+    The harness forks the ranks, because ranks of torchrun would import everything again.
+    """
     for library in needs.split():
         pytest.importorskip(library, reason=f"{library} is not installed")
     return run_ranks(printed, 2, env=ELASTIC, name=name, options=list(options))[0].splitlines()
@@ -68,7 +71,7 @@ def test_checkpoints_in_frameworks():
 
 
 def test_step_statistics():
-    """The example runs as its first lines say, with torchrun."""
+    """The example runs by the torchrun command in its first lines."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     root = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
@@ -86,7 +89,7 @@ def test_step_statistics():
 
 
 def trained_by(example, api: str, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses and the saved weights of a few steps of train_gpt.py."""
+    """Return the losses of a few steps of train_gpt.py and the weights that it saves."""
     options = "--steps 3 --batch 2 --seq 16 --device cpu --api".split()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train_gpt.py", *options, api])

@@ -1,4 +1,4 @@
-"""PyTorch Lightning's FSDPStrategy on fsdpc: its Trainer fits, validates, saves and resumes."""
+"""Tests of PyTorch Lightning's FSDPStrategy on fsdpc: the Trainer fits, validates and resumes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ import lightning.pytorch as pl  # noqa: E402
 from lightning.pytorch.strategies import FSDPStrategy  # noqa: E402
 
 BATCHES, EPOCHS = 3, 3  # of each rank
-ELASTIC = {"TORCHELASTIC_RUN_ID": "test"}  # ranks that somebody else started, as torchrun does
+ELASTIC = {"TORCHELASTIC_RUN_ID": "test"}  # tells Lightning that a launcher started the ranks
 both_forms = pytest.mark.parametrize("form", ["full", "sharded"])
 
 
 class OnCPURanks(FSDPStrategy):
-    """Lightning refuses FSDPStrategy itself without a GPU, but nothing in it needs one: a class of
-    another name passes that check. This is the only patch.
+    """FSDPStrategy under another name, which Lightning accepts without a GPU.
+
+    Lightning refuses the class FSDPStrategy itself without a GPU, although nothing in the class
+    needs one. This is the only patch.
     """
 
 
 class Tiny(pl.LightningModule):
-    """toy() as a Lightning module; keeps the losses and norms that it saw."""
+    """A Lightning module around toy() that records its losses and gradient norms."""
 
     def __init__(self, clip: float | None = None, wrap_by_hand: bool = False) -> None:
         super().__init__()
@@ -58,7 +60,7 @@ class Tiny(pl.LightningModule):
         self.validated.append(self.loss(batch).item())
 
     def configure_optimizers(self):
-        # Lightning asks for the module's own parameters with use_orig_params=False; that suits all
+        # Lightning requires the wrapped parameters if use_orig_params=False. They always work.
         params = self.trainer.model.parameters()
         optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=1e-3)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
@@ -82,7 +84,7 @@ def trainer_of(
     strategy=None,
     **options,
 ) -> pl.Trainer:
-    warnings.filterwarnings("ignore", category=UserWarning)  # few workers, no logger
+    warnings.filterwarnings("ignore", category=UserWarning)  # about workers, loggers
     if strategy is not None:
         pass
     elif kind == "fsdpc":
@@ -116,7 +118,7 @@ def fit(
     wrap_by_hand=False,
     **options,
 ):
-    """Trains; returns losses and norms of training, losses of validation, and the whole model."""
+    """Train, and return training losses and norms, validation losses, state dict and unit count."""
     trainer = trainer_of(kind, epochs, **options)
     module = Tiny(clip, wrap_by_hand)
     trainer.fit(module, loader(7), loader(8), ckpt_path=resume)
@@ -129,12 +131,12 @@ def fit(
 
 @functools.cache
 def on_ddp(**options):
-    """What ``fit`` returns on two ranks of DDP."""
+    """Return the results of ``fit`` on two ranks of DDP."""
     return run_ranks(fit, 2, env=ELASTIC, kind="ddp", **options)
 
 
 def whole(trainer):
-    """The unsharded model's state dict on every rank."""
+    """Return the state dict of the unsharded model on every rank."""
     model = trainer.model
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
@@ -142,7 +144,7 @@ def whole(trainer):
 
 
 def close(got, expected):
-    """DDP and fsdpc average gradients in different ways: results are equal up to roundings."""
+    """Check results up to rounding, because DDP and fsdpc average gradients in different ways."""
     torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=0.0)
     torch.testing.assert_close(got[1], expected[1], rtol=1e-5, atol=0.0)
     torch.testing.assert_close(got[2], expected[2], rtol=1e-5, atol=1e-6)
@@ -166,7 +168,7 @@ def test_losses_equal_ddp(case):
     expected = on_ddp(**general)
     got = run_ranks(fit, 2, env=ELASTIC, kind="fsdpc", **case)
     steps = EPOCHS * BATCHES
-    norms = EPOCHS * 2 if "clip" in case else 0  # the last micro-batch of an epoch steps alone
+    norms = EPOCHS * 2 if "clip" in case else 0  # 3 micro-batches of an epoch make 2 steps
     for rank in range(2):
         assert len(got[rank][0]) == steps + norms
         assert got[rank][0][-1] != got[rank][0][0]
@@ -175,8 +177,9 @@ def test_losses_equal_ddp(case):
 
 
 def check_resumed(fit, folder, **options):
-    """A run saved after one epoch and continued by a new Trainer has the losses of a run that never
-    stopped, to the bit.
+    """Check that a new Trainer continues a run that stopped after one epoch.
+
+    Losses and weights equal, to the bit, those of a run without a stop.
     """
     file = str(folder / "checkpoint")
     straight = run_ranks(fit, 2, env=ELASTIC, **options)
@@ -198,7 +201,7 @@ def test_resume(form, use_orig_params, tmp_path):
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_a_full_checkpoint_is_one_of_the_plain_module(tmp_path, use_orig_params):
-    """Two fsdpc ranks write a file that DDP ranks, and Lightning without a strategy, can read."""
+    """DDP ranks, and Lightning without a strategy, can read a file that two fsdpc ranks wrote."""
     file = str(tmp_path / "checkpoint")
     options = {"auto_wrap_policy": {Block}, "use_orig_params": use_orig_params}
     straight = on_ddp()
@@ -227,7 +230,7 @@ def test_a_ddp_checkpoint_is_continued_on_fsdpc(tmp_path):
 
 @ranks(2, env=ELASTIC)
 def test_bf16(rank, world):
-    """bf16-mixed computes and reduces in bf16, storage stays fp32: losses differ by roundings."""
+    """bf16-mixed computes and reduces in bf16, so losses differ from fp32's by rounding errors."""
     seen, _, _, _ = fit(rank, world, "fsdpc", precision="bf16-mixed", auto_wrap_policy={Block})
     expected, _, _, _ = fit(rank, world, "ddp")
     torch.testing.assert_close(seen, expected, rtol=0.02, atol=0.0)

@@ -1,4 +1,4 @@
-"""PyTorch Lightning's ModelParallelStrategy on fsdpc: ``configure_model`` calls ``fully_shard``."""
+"""Tests of PyTorch Lightning's ModelParallelStrategy, with fsdpc's ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from test_lightning import (  # noqa: E402
 
 
 class Sharded(Tiny):
-    """The module shards itself by torch's name, on the mesh that Lightning has made."""
+    """A module that shards itself on Lightning's mesh, by ``fully_shard`` imported from torch."""
 
     def configure_model(self):
         from torch.distributed.fsdp import fully_shard
@@ -37,7 +37,7 @@ class Sharded(Tiny):
 
 
 def fit(rank, world, epochs=EPOCHS, accumulate=1, clip=None, resume=None, save=None, full=True):
-    """Trains; returns losses and norms of training, losses of validation, and the whole model."""
+    """Train, and return training losses and norms, validation losses and the whole model."""
     fsdpc.install("fully_shard")
     strategy = ModelParallelStrategy(
         data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=not full

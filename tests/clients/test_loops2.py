@@ -1,4 +1,4 @@
-"""``fully_shard`` on tiny models of transformers in loops by hand: train, LoRA, generate, save."""
+"""Tests of ``fully_shard`` on tiny transformers models, in training loops without a framework."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @ranks(4)
 def test_tensor_parallel_layers(rank, world):
-    """A Llama whose layers two ranks share by columns and rows, sharded over two pairs of ranks."""
+    """A Llama with tensor-parallel layers trains.
+
+    A pair of ranks splits the layers (mesh dimension "tp"), and fully_shard shards over two pairs
+    ("dp").
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     pair = mesh["dp"].get_local_rank()
     model, reference = build("llama"), build("llama")
@@ -51,7 +55,7 @@ def test_tensor_parallel_layers(rank, world):
 @ranks(2)
 @both_models
 def test_resuming_gives_the_same_losses(rank, world, name, tmp_path):
-    """torch.distributed.checkpoint into another model and optimizer: the next losses to the bit."""
+    """A new model that loads a distributed checkpoint continues with the same losses to the bit."""
     model = shard(name, build(name))
     optimizer = adamw(model)
     steps(model, optimizer, rank, 0, 3)
@@ -93,7 +97,7 @@ def test_generate(rank, world, name, how):
 
 @ranks(2)
 def test_saved_for_from_pretrained(rank, world, tmp_path):
-    """A full state dict on rank 0 goes through ``save_pretrained`` and back into a plain model."""
+    """A plain model loads the full state dict that rank 0 wrote by ``save_pretrained``."""
     model = shard("llama", build("llama"))
     steps(model, adamw(model), rank, 0, 2)
     state = get_model_state_dict(model, options=FULL)
@@ -110,7 +114,7 @@ def test_saved_for_from_pretrained(rank, world, tmp_path):
 @ranks(2)
 @both_models
 def test_adapters_on_a_frozen_model(rank, world, name):
-    """LoRA factors beside frozen weights in each unit; losses and factors equal DDP's."""
+    """With LoRA factors and frozen weights in each unit, losses and factors equal DDP's."""
     pytest.importorskip("peft", reason="peft is not installed")
     from test_peft import trained, with_adapters
 

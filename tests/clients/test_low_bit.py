@@ -1,5 +1,7 @@
-"""bitsandbytes' and torchao's low-bit parameters on fsdpc; skipped where they are not installed
-(neither is among the frameworks of ``make test``: with them every import of peft takes longer).
+"""Tests of bitsandbytes' and torchao's low-bit parameters on fsdpc.
+
+A test is skipped if its library is not installed. ``make test`` installs neither, because with them
+every import of peft takes longer.
 """
 
 from __future__ import annotations
@@ -69,7 +71,10 @@ def train(model, of, width=64):
 @ranks(2)
 @every_door
 def test_bitsandbytes(rank, world, door):
-    """Double quantisation, in every storage dtype; then a state with bitsandbytes' own keys."""
+    """Double-quantized models train like unsharded models in every storage dtype.
+
+    They also load their own state dicts.
+    """
     import bitsandbytes as bnb
 
     def make(storage):
@@ -135,7 +140,10 @@ def test_adapters_of_peft_are_saved_and_merged(rank, world, tmp_path):
 @needs_torchao
 @ranks(2)
 def test_torchao(rank, world):
-    """On fully_shard, float8 and an NF4 base train as unsharded; elsewhere, refused by name."""
+    """Models with float8 or NF4 weights train the same with fully_shard and without it.
+
+    FullyShardedDataParallel raises an error for both.
+    """
     import torchao.float8 as ao
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
 

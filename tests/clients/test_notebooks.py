@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and are committed with what they printed and drew."""
+"""Tests that the notebooks run from top to bottom and are committed with their outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parents[2] / "benchmarks" / "notebooks"
 NAMES = ["1_a_step", "2_where_memory_goes", "3_what_fits"]
-LARGEST = 300_000  # bytes: code hosts show files of this size
+LARGEST = 300_000  # bytes; code hosts render files up to this size
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""peft: LoRA adapters trained on a frozen model."""
+"""Tests of peft: LoRA adapters are trained on a frozen model."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def with_adapters(name: str) -> PeftModel:
         lora_dropout=0.0,
         target_modules=TARGETS[name],
         fan_in_fan_out=name == "gpt2",
-        init_lora_weights=False,  # the second factor too: with zeros nothing would show at first
+        init_lora_weights=False,  # zeros, peft's default, would hide errors at first
     )
     return get_peft_model(build(name), config)
 
 
 def peft_policy(name: str, model: PeftModel):
-    """peft's own policy: blocks, and every module without children whose weight is trainable."""
+    """Return peft's policy: units are blocks, and childless modules with a trainable weight."""
     os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = MODELS[name][1].__name__
     return fsdp_auto_wrap_policy(model)
 
@@ -60,7 +60,7 @@ def trained(model: torch.nn.Module) -> torch.optim.AdamW:
 @both_ways
 @pytest.mark.parametrize("policy", ["blocks", "peft"])
 def test_training_equals_ddp(rank, world, name, use_orig_params, policy):
-    """Losses equal DDP's to the bit, and the frozen parameters stay where they were."""
+    """Losses equal DDP's to the bit, and the frozen parameters do not change."""
     reference = DistributedDataParallel(with_adapters(name))
     expected = steps(reference, trained(reference), rank, 0, 5)
     model = shard(name, with_adapters(name), use_orig_params, policy)
@@ -79,11 +79,11 @@ def test_training_equals_ddp(rank, world, name, use_orig_params, policy):
 @both_models
 @both_ways
 def test_adapters_saved_and_loaded(rank, world, name, use_orig_params, tmp_path):
-    """``save_pretrained`` of the adapters from the full state dict; a plain model and a sharded
-    one load them and give the same losses, also in the steps after.
+    """A plain model and a sharded model load saved adapters and give the same losses.
 
-    ``save_pretrained`` is called on an unsharded skeleton: on modules with units inside, torch's or
-    fsdpc's, peft 0.21 finds no adapter under the names that it expects, and saves none.
+    ``save_pretrained`` is called on an unsharded skeleton, with the full state dict. On modules
+    with units inside, torch's or fsdpc's, peft 0.21 does not find the adapters under the names that
+    it expects, and saves none.
     """
     model = shard(name, with_adapters(name), use_orig_params, "blocks")
     steps(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, 0, 3)
@@ -106,8 +106,9 @@ def test_adapters_saved_and_loaded(rank, world, name, use_orig_params, tmp_path)
 @both_ways
 @pytest.mark.parametrize("form", FORMS)
 def test_resuming_gives_the_same_losses(rank, world, use_orig_params, form, tmp_path):
-    """Frozen beside trained parameters; the optimizer knows the trained ones alone. Saved
-    under one wrap policy and loaded under the other one.
+    """A model with frozen parameters resumes to the same losses under either wrap policy.
+
+    The optimizer has only the trained parameters.
     """
     model = shard("llama", with_adapters("llama"), use_orig_params, "blocks")
     optimizer = trained(model)
@@ -124,7 +125,7 @@ def test_resuming_gives_the_same_losses(rank, world, use_orig_params, form, tmp_
 @ranks(2)
 @both_ways
 def test_adapters_loaded_into_the_sharded_model(rank, world, use_orig_params):
-    """``load_state_dict`` of adapters alone, not strict, leaves the frozen model as it is."""
+    """``load_state_dict`` with only adapters and ``strict=False`` does not change other values."""
     model = shard("llama", with_adapters("llama"), use_orig_params, "blocks")
     before = {key: value.clone() for key, value in model.state_dict().items()}
     adapters = {key: value + 1 for key, value in before.items() if "lora_" in key}

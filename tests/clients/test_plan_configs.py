@@ -1,6 +1,6 @@
-"""Configurations of transformers, planned as the library builds them: parameters, activations.
+"""Tests that a plan of a transformers configuration has the model's parameters and activations.
 
-All model folders of the library: ``python tests/dist/transformers_table.py``.
+``python tests/dist/transformers_table.py`` checks all model folders of transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def plan_of(tmp_path, capsys, values, *more):
 
 
 def test_default_configurations_have_the_librarys_count():
-    """Configurations that were once planned as another model."""
+    """These configurations were once planned as models of another kind."""
     for kind in ("deepseek_v3", "falcon", "gpt_neox", "bert", "opt", "gpt2", "t5"):
         values = values_of(kind)
         made, _ = planned(values, inputs=False)

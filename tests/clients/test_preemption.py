@@ -1,5 +1,6 @@
-"""SIGTERM on one rank inside transformers' Trainer and Lightning's: all ranks save one step and
-end.
+"""Tests of SIGTERM on one rank in the Trainers of transformers and Lightning.
+
+All ranks save the same step and end.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def in_lightning(rank: int, world: int, folder: str, strategy: str) -> Any:
     keeper = checkpoint.Checkpointer(folder, every=100, async_=True)
 
     class Preempted(pl.Callback):
-        def on_train_start(self, trainer, module):  # from here on instead of Lightning's handler
+        def on_train_start(self, trainer, module):  # replaces Lightning's SIGTERM handler
             self.preemption = checkpoint.Preemption(within=60)
 
         def on_train_batch_end(self, trainer, module, outputs, batch, number):
@@ -101,7 +102,7 @@ def in_lightning(rank: int, world: int, folder: str, strategy: str) -> Any:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fully_shard"])
 def test_lightning(strategy: str, tmp_path: Path):
-    """Lightning's own handler would send a message in the middle of a rank's step."""
+    """Preemption replaces Lightning's handler, which would send a message during a rank's step."""
     pytest.importorskip("lightning", reason="lightning is not installed")
     from test_lightning import ELASTIC
 

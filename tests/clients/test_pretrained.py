@@ -1,4 +1,4 @@
-"""`load_pretrained` of transformers' models: beside `from_pretrained`, to the bit."""
+"""Tests that `load_pretrained` gives the values of transformers' `from_pretrained` to the bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ import fsdpc
 from fsdpc import checkpoint, lowbit
 from fsdpc.checkpoint import CheckpointError, load_pretrained, save
 
-ROWS = [  # in no other row: fused experts, expert tables, ties, prefixes, buffers, tables
+# Each model has something that no other model here has: fused experts, expert tables, ties,
+# prefixes, buffers.
+ROWS = [
     ("mixtral", "fully_shard"),
     ("mixtral", "flat"),
     ("deepseek_v3", "fully_shard"),
@@ -53,7 +55,7 @@ ROWS = [  # in no other row: fused experts, expert tables, ties, prefixes, buffe
 
 
 def pretrained(name: str, path: str, rank: int, **options) -> str:
-    """A folder that rank 0 has saved. Collective."""
+    """Return the folder in which rank 0 has saved a model. Collective."""
     folder = os.path.join(path, "pretrained")
     if rank == 0:
         saved(name, folder, **options)
@@ -71,7 +73,7 @@ def test_equals_from_pretrained(rank, world, name, door, tmp_path):
 @ranks(2)
 @pytest.mark.parametrize("door", ["orig", "fully_shard"])
 def test_bf16_and_offload(rank, world, door, tmp_path):
-    """The files are float32; the model's parameters lie in host memory for good."""
+    """Float32 files are loaded into a bfloat16 model whose parameters are offloaded to the host."""
     folder = pretrained("llama", str(tmp_path), rank)
     reference = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.device("meta"):
@@ -117,11 +119,12 @@ def test_into_torchs_classes(rank, world, door, tmp_path):
 @ranks(2)
 @pytest.mark.parametrize("door", ["plain", "flat", "fully_shard"])
 def test_new_head(rank, world, door, tmp_path):
-    """The head that the files do not have is what from_pretrained draws, on every number of ranks;
-    the old head is left out and named.
+    """A head that the files do not have gets the values that from_pretrained draws.
+
+    The files' own head is not loaded, and the result lists it as unexpected.
     """
     folder = pretrained("llama", str(tmp_path), rank)
-    torch.manual_seed(11 + rank)  # rank 0's generator counts
+    torch.manual_seed(11 + rank)  # only rank 0's generator is used
     with torch.device("meta"):
         model = LlamaForSequenceClassification(configuration("llama"))
     model = shard(model, door)
@@ -134,7 +137,7 @@ def test_new_head(rank, world, door, tmp_path):
 
 @ranks(2)
 def test_prefixes(rank, world, tmp_path):
-    """A base model loads a full model's files, and a full model a base model's."""
+    """A base model loads the files of a full model, and a full model those of a base model."""
     folder = pretrained("llama", str(tmp_path), rank)
     with torch.device("meta"):
         base = LlamaModel(configuration("llama"))
@@ -173,8 +176,10 @@ def test_refusals(rank, world, tmp_path):
 
 @ranks(2)
 def test_ties(rank, world, tmp_path):
-    """accelerate's empty weights are no longer tied: they are tied here if nothing is sharded yet,
-    and refused afterwards. Different values for one parameter are refused.
+    """accelerate's ``init_empty_weights`` unties tied weights.
+
+    `load_pretrained` ties them again if nothing is sharded yet, and refuses a sharded model. It
+    also refuses files with different values for tied parameters.
     """
     accelerate = pytest.importorskip("accelerate")
     folder = pretrained("llama-tied", str(tmp_path), rank)
@@ -200,7 +205,10 @@ def test_ties(rank, world, tmp_path):
 
 @ranks(2)
 def test_peft(rank, world, tmp_path):
-    """Adapters put in after the load; and before it, with names as peft has them."""
+    """Adapters can be added after the load or before it.
+
+    If they are added before, ``rename`` turns names in the files into peft's names.
+    """
     peft = pytest.importorskip("peft")
     folder = pretrained("llama", str(tmp_path), rank)
     reference = LlamaForCausalLM.from_pretrained(folder)
@@ -227,8 +235,10 @@ def test_peft(rank, world, tmp_path):
 @ranks(2)
 @pytest.mark.parametrize("door", ["fully_shard", "flat"])
 def test_peft_on_meta(rank, world, door, tmp_path):
-    """Adapters put in before the load: files' weights go into the layers inside, and what no file
-    has starts as peft makes it (without effect), not transformers. Also with a head trained whole.
+    """If adapters are added before the load, the files' weights go into the base layers.
+
+    Adapters, which no file has, start with peft's initial values (without effect), not with those
+    of transformers. A head in ``modules_to_save``, which has no adapter, works as well.
     """
     peft = pytest.importorskip("peft")
     folder = pretrained("llama", str(tmp_path), rank)
@@ -261,7 +271,7 @@ def test_peft_on_meta(rank, world, door, tmp_path):
 
 @ranks(2)
 def test_bin_files_and_cache(rank, world, tmp_path):
-    """Files of torch.save, one and several; a cache of the Hub, whose files are links."""
+    """Sources may be one or several files of torch.save, or a cache of the Hub made of links."""
     folder = pretrained("llama", str(tmp_path), rank)
     reference = LlamaForCausalLM.from_pretrained(folder)
     one, several = tmp_path / "one", tmp_path / "several"
@@ -291,7 +301,7 @@ def test_bin_files_and_cache(rank, world, tmp_path):
 
 @ranks(2)
 def test_own_checkpoints(rank, world, tmp_path):
-    """A folder of `save` has checksums: load_pretrained compares them first."""
+    """A folder of `save` has checksums, which load_pretrained verifies first."""
     folder = pretrained("mixtral", str(tmp_path), rank)
     model = shard(on_meta("mixtral"), "fully_shard")
     load_pretrained(model, folder)
@@ -344,7 +354,7 @@ def test_hf_folders(rank, world, name, door, tmp_path):
 @ranks(2)
 @pytest.mark.parametrize("door", ["fully_shard", "flat", "orig"])
 def test_hf_folders_of_values_of_codes(rank, world, door, tmp_path):
-    """A base in codes is saved as values: `from_pretrained` reads what its layers decode."""
+    """A quantized base is saved as decoded values, which `from_pretrained` reads."""
     folder = pretrained("llama-tied", str(tmp_path), rank)
     coded = {"skip": (), "embeddings": True}
     model = shard(lowbit.quantize(on_meta("llama-tied"), **coded), door)
@@ -359,7 +369,7 @@ def test_hf_folders_of_values_of_codes(rank, world, door, tmp_path):
 
 
 class Words:
-    """A tokenizer, as far as saving goes."""
+    """A tokenizer whose only method is save_pretrained."""
 
     def save_pretrained(self, folder: str) -> None:
         Path(folder, "words.txt").write_text("a b c")

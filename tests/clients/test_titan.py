@@ -1,7 +1,8 @@
-"""torchtitan's ``apply_fsdp_to_decoder`` on fsdpc: the order in which it compiles, checkpoints and
-shards blocks, its groups of modules, and sums that it divides itself.
+"""Tests of torchtitan's ``apply_fsdp_to_decoder`` on fsdpc.
 
-torchtitan's models need Triton, so a small decoder with the names of theirs stands for them.
+They cover the order in which torchtitan compiles, checkpoints and shards blocks, its groups of
+modules, and gradients that are summed because the loss is divided by the tokens of all ranks.
+torchtitan's models need Triton, so a small decoder with the same attribute names takes their place.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class Decoder(nn.Module):
 
 
 def train(model: nn.Module, batches: list[list[torch.Tensor]]) -> list[float]:
-    """AdamW steps on sums of losses, divided by the number of tokens of all ranks as in
-    torchtitan's trainer.
+    """Make AdamW steps, and return the losses.
+
+    As in torchtitan's trainer, a loss is a sum divided by the number of tokens of all ranks.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
     losses = []

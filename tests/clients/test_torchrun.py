@@ -1,4 +1,4 @@
-"""torchrun's summary names the rank that failed first, or the rank that has stopped."""
+"""Tests that torchrun's summary names the rank that raised, or the rank that was stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer with its FSDP arguments: accumulation, clipping, a schedule, resuming."""
+"""Tests of transformers' Trainer with its FSDP arguments: accumulation, clipping, resuming."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 6
 
 
 class Recording(Trainer):
-    """Keeps the loss of every micro-batch and the norm of every step at full precision."""
+    """A Trainer that records the loss of every micro-batch at full precision."""
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
@@ -35,16 +35,16 @@ class Recording(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         form = (self.args.fsdp_config or {}).get("state_dict_type", "")
         if checkpoint is not None and "SHARDED" in form:
-            with_state(self.optimizer)  # parameters stay: there is no weight decay
+            with_state(self.optimizer)  # zero gradients, no weight decay: parameters stay
         super()._load_optimizer_and_scheduler(checkpoint)
 
 
 def arguments(kind: str, name: str, folder: str, **options) -> TrainingArguments:
-    """kind "ddp" is what Trainer does on CPU ranks by itself, "fsdpc" has its FSDP arguments.
+    """Return Trainer's arguments: for kind "fsdpc" with FSDP, for "ddp" without.
 
-    Trainer leaves FSDP to accelerate, which offers it on several accelerators only. The one patch
-    tells accelerate that the CPU ranks are such. ``sync_module_states`` is off, as accelerate
-    asks for an accelerator's index when that option is on.
+    Trainer leaves FSDP to accelerate, which offers FSDP only on several accelerators. A single
+    patch tells accelerate that the CPU ranks are accelerators. ``sync_module_states`` is off,
+    because accelerate asks for an accelerator's index if that option is on.
     """
     config = {
         "version": 1,
@@ -94,7 +94,7 @@ def with_adapters(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def saved_by_fsdpc() -> type[Trainer]:
-    """The example's Trainer, whose checkpoints fsdpc writes."""
+    """Return the Trainer class of examples/framework_checkpoints.py, which saves by fsdpc."""
     examples = str(Path(__file__).parents[2] / "examples")
     if examples not in sys.path:
         sys.path.append(examples)
@@ -117,7 +117,7 @@ def run(rank, world, kind, name, folder, resume=None, adapters=False, own=False,
 
 @functools.cache
 def on_ddp(**options):
-    """What ``run`` returns on two ranks of DDP."""
+    """Return the results of ``run`` on two ranks of DDP."""
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(run, 2, kind="ddp", folder=folder, **options)
 
@@ -143,7 +143,7 @@ def test_training_with_fully_shard_equals_ddp(name, tmp_path: Path):
 
 @pytest.mark.parametrize("use_orig_params", ["true", "false"])
 def test_adapters_alone_are_trained(use_orig_params, tmp_path: Path):
-    """Given a peft model, Trainer changes accelerate's wrap policy to peft's policy."""
+    """For a peft model, Trainer replaces accelerate's wrap policy by peft's policy."""
     options = {"name": "llama", "adapters": True}
     check_equals_ddp(tmp_path, options, use_orig_params=use_orig_params)
 
@@ -160,7 +160,7 @@ def test_adapters_alone_are_trained(use_orig_params, tmp_path: Path):
     ],
 )
 def test_resuming_gives_the_same_losses(name, version, form, tmp_path: Path):
-    """Training goes on from its middle, in new processes: the second half is equal to the bit."""
+    """If new processes resume in the middle, losses and norms equal the first run's to the bit."""
     options = {"kind": "fsdpc", "name": name, "folder": str(tmp_path), "state_dict_type": form}
     options["version"] = version
     if form == "fsdpc":
@@ -176,5 +176,5 @@ def test_resuming_gives_the_same_losses(name, version, form, tmp_path: Path):
         assert not list(middle.rglob("*.bin")) and not list(middle.rglob("*.distcp"))
     again = run_ranks(run, 2, resume=str(middle), **options)
     for (losses, norms), (expected, expected_norms) in zip(again, whole, strict=True):
-        assert losses == expected[STEPS:]  # two micro-batches a step
+        assert losses == expected[STEPS:]  # two losses for each of STEPS // 2 steps
         assert norms[-STEPS // 2 :] == expected_norms[STEPS // 2 :]

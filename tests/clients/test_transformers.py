@@ -1,4 +1,4 @@
-"""Hugging Face transformers: tiny Llama and GPT-2 models with random weights, in a loop by hand."""
+"""Tests of tiny transformers models, Llama and GPT-2, in a training loop without a framework."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOORS = {
 @both_models
 @pytest.mark.parametrize("door", DOORS)
 def test_training_equals_ddp(rank, world, name, door):
-    """Equal to the bit: the gradients of two ranks have one order of summation."""
+    """Losses equal DDP's to the bit, as the sum of two gradients does not depend on their order."""
     reference = DistributedDataParallel(build(name))
     model = DOORS[door](name, build(name))
     assert sum(isinstance(module, (FSDP, FSDPModule)) for module in model.modules()) == 3
@@ -43,7 +43,7 @@ def test_training_equals_ddp(rank, world, name, door):
 @both_models
 @pytest.mark.parametrize("door", ["orig", "fully_shard"])
 def test_checkpointed_blocks_and_bf16(rank, world, name, door):
-    """transformers' own gradient checkpointing inside the units changes nothing; bf16 trains."""
+    """bf16 trains, and gradient checkpointing by transformers does not change the losses."""
     low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     if door == "orig":
         mixed = {"mixed_precision": MixedPrecision(**low)}
@@ -76,7 +76,7 @@ def test_generate_under_summon(rank, world, name):
 @ranks(2)
 @both_models
 def test_saved_for_from_pretrained(rank, world, name, tmp_path):
-    """The full state dict goes through ``save_pretrained`` and comes back as the same model."""
+    """``from_pretrained`` loads the full state dict that ``save_pretrained`` has written."""
     model = shard(name, build(name))
     steps(model, adamw(model), rank, 0, 2)
     state = model.state_dict()
@@ -93,8 +93,10 @@ def test_saved_for_from_pretrained(rank, world, name, tmp_path):
 @both_models
 @both_ways
 def test_only_rank_0_has_the_weights(rank, world, name, use_orig_params):
-    """The others build on the meta device and get parameters and buffers, also rotary tables which
-    no state dict holds, from rank 0: the model of every rank equals rank 0's.
+    """If only rank 0 has weights, the model of every rank equals rank 0's.
+
+    The other ranks build on the meta device and get parameters and buffers from rank 0, also the
+    rotary tables, which are in no state dict.
     """
     with torch.device("cpu" if rank == 0 else "meta"):
         module = build(name)
@@ -114,8 +116,9 @@ def test_only_rank_0_has_the_weights(rank, world, name, use_orig_params):
 @both_ways
 @pytest.mark.parametrize("form", FORMS)
 def test_resuming_gives_the_same_losses(rank, world, name, use_orig_params, form, tmp_path):
-    """Saved after three steps; the next three are equal to the bit, also with the parameters shown
-    the other way.
+    """A model that resumes after three steps has the same next three losses, to the bit.
+
+    This holds also if the resumed model has the other value of ``use_orig_params``.
     """
     model = shard(name, build(name), use_orig_params=use_orig_params)
     optimizer = adamw(model)

@@ -1,4 +1,4 @@
-"""Layers that run in the order that a case gives, one unit each."""
+"""A module for cases that choose the order in which its layers, one unit each, run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two outcomes are equal: the same structure, and tensors and floats within a bound."""
+"""Comparison of two outcomes, whose tensors and floats may differ within a bound."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import Tensor
 
 
 def difference(got: Any, expected: Any, rtol: float, where: str = "") -> str:
-    """ "" if equal, else where they differ first and how.
+    """Return the first difference of `got` and `expected` and its place, or "" if they are equal.
 
-    Tensors must agree in shape and dtype, and in values up to `rtol` of the largest magnitude
-    (sums of several ranks have no order that both libraries share). The order of keys counts. NaN
-    is equal to nothing: it may stand for memory that nobody wrote. A case that wants one says so.
+    Tensors must have the same shape and dtype, and values that differ by at most `rtol` times the
+    largest magnitude, because the libraries may add the gradients of ranks in different orders.
+    Keys must have the same order. NaN differs from every value, because a NaN may come from memory
+    that was not written; a case that expects NaN must test for it.
     """
     if isinstance(got, Tensor) and isinstance(expected, Tensor):
         return tensor_difference(got, expected, rtol, where)

@@ -1,6 +1,7 @@
-"""The table of where torch's class and fsdpc end differently, at the end of a run of pytest.
+"""A pytest plugin that prints the cases in which torch's class and fsdpc end differently.
 
-A plugin of the whole run: with pytest-xdist the process that prints the table collects no tests.
+It is a plugin of the whole run, because with pytest-xdist the process that prints the table does
+not collect tests.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Found = dict[tuple[str, str], tuple[str, str]]
 
 
 class Table:
-    """Collects what this process and those of pytest-xdist have seen, and prints it."""
+    """A table of the differences that this process and the workers of pytest-xdist have found."""
 
     def __init__(self) -> None:
         self._found: Found = {}

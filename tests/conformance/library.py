@@ -1,4 +1,4 @@
-"""What a case sees of the library under test: the same names, whichever of the two it is."""
+"""The interface through which a case uses torch's FSDP or fsdpc, by the same names."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ HAS_ROWS = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
 
 @dataclasses.dataclass
 class Library:
-    """One of the two libraries, on one rank."""
+    """The library under test, torch or fsdpc, on one rank."""
 
     name: str
     package: str
     rank: int
     world: int
-    made: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of `units`
+    made: dict[str, Any] = dataclasses.field(default_factory=dict)  # options that `units` adds
     caught: list[warnings.WarningMessage] = dataclasses.field(default_factory=list)
 
     @property
@@ -39,47 +39,47 @@ class Library:
         return importlib.import_module(f"{self.package}.{name}")
 
     def wrap(self, module: nn.Module, **options: Any) -> Any:
-        """FullyShardedDataParallel on the CPU, or on the GPU of `pytest --gpu cuda`."""
+        """Wrap a module by FSDP on the CPU, or on a GPU with `pytest --gpu cuda`."""
         options.setdefault("device_id", PLACE)
         return self.FSDP(module, **options)
 
     def wrap_blocks(self, module: nn.Module, *classes: type, **options: Any) -> Any:
-        """One unit per module of the classes (default: Block), and the root's own."""
+        """Make each module of the classes (default: Block) a unit, and the root as well."""
         policy = torch.distributed.fsdp.wrap.ModuleWrapPolicy(set(classes or (Block,)))
         return self.wrap(module, auto_wrap_policy=policy, **options)
 
     # --- what a case of both interfaces calls: RowsLibrary has the same names --------------------
 
     def units(self, module: nn.Module, *classes: type, **options: Any) -> Any:
-        """One unit per module of the classes (default: Block), and the root's own."""
+        """Make each module of the classes (default: Block) a unit, and the root as well."""
         return self.wrap_blocks(module, *classes, **self.made, **options)
 
     def replicas(self) -> dict[str, Any]:
-        """Options of `units`: two replicas of two shards. Collective."""
+        """Return options of `units` for two replicas of two shards each. Collective."""
         strategy = torch.distributed.fsdp.ShardingStrategy.HYBRID_SHARD
         return {"sharding_strategy": strategy, "device_mesh": init_device_mesh("cpu", (2, 2))}
 
     def precision(self, **dtypes: torch.dtype) -> dict[str, Any]:
-        """Options of `units`: what parameters are computed with and gradients reduced in."""
+        """Return options of `units` for the dtypes of computation and of reduction."""
         return {"mixed_precision": torch.distributed.fsdp.MixedPrecision(**dtypes)}
 
     def clip(self, model: Any, limit: float) -> Tensor:
-        """The total norm of all gradients, which are scaled down to the limit. Collective."""
+        """Clip the gradients to a total norm of ``limit``; return the norm before. Collective."""
         return model.clip_grad_norm_(limit)
 
     def values(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The whole values of a state dict. Collective."""
+        """Return the unsharded values of a state dict. Collective."""
         return dict(state)
 
     def backward(self, model: Any, step: int = 0, micro: int = 0, sync: bool = True) -> Tensor:
-        """The loss of this rank's batch after its backward; without ``sync`` unreduced."""
+        """Run a backward on this rank's batch, with a reduction if ``sync``; return the loss."""
         with self.summing(model, sync):
             loss = loss_of(model, self.batch(step, micro))
             loss.backward()
         return loss.detach()
 
     def warned(self, words: str = "") -> list[str]:
-        """Categories of the warnings so far that contain the words, each once, sorted."""
+        """Return the sorted categories, each once, of all warnings that contain the words."""
         found = [w for w in self.caught if words.lower() in str(w.message).lower()]
         return sorted({w.category.__name__ for w in found})
 
@@ -91,7 +91,7 @@ class Library:
         words: str = "",
         **kwargs: Any,
     ) -> str:
-        """Asserts that the call raises this type (or one derived from it); returns its name."""
+        """Assert that the call raises this type or a subtype, and return the type's name."""
         try:
             call(*args, **kwargs)
         except error as caught:
@@ -100,15 +100,15 @@ class Library:
         raise AssertionError(f"{call} raised nothing, {error.__name__} was expected")
 
     def batch(self, step: int = 0, micro: int = 0) -> Tensor:
-        """This rank's token ids."""
+        """Return the token ids of this rank's batch."""
         return tokens(self.rank, step, micro)
 
     def summing(self, model: Any, sync: bool) -> AbstractContextManager[None]:
-        """A context for a backward whose gradients are summed over the ranks, or kept unsummed."""
+        """Return a context for a backward that sums gradients over the ranks only if ``sync``."""
         return nullcontext() if sync else model.no_sync()
 
     def gradients_after(self, model: Any, pattern: str = "1") -> dict[str, Any]:
-        """Gradients after a backward per letter; where one is "0", only those at "1" are summed."""
+        """Run a backward per letter and return the gradients. A backward at "0" reduces nothing."""
         for micro, letter in enumerate(pattern):
             if "0" in pattern:
                 self.backward(model, 0, micro, letter == "1")
@@ -117,7 +117,7 @@ class Library:
         return self.gradients(model)
 
     def check_gradients(self, model: Any, reference: Any) -> None:
-        """Asserts that the gradients equal those of a `Reference`."""
+        """Assert that the gradients equal those of a `Reference`."""
         text = difference(self.gradients(model), reference.gradients(), rtol=1e-5)
         assert not text, f"gradients: {text}"
 
@@ -129,7 +129,10 @@ class Library:
         count: int = 3,
         optimizer: Any = None,
     ) -> dict[str, Tensor]:
-        """Every parameter after steps of the optimizer (default: SGD) on ``loss(step)``."""
+        """Return the full parameters after `count` steps on ``loss(step)``.
+
+        The default optimizer is SGD.
+        """
         optimizer = optimizer or torch.optim.SGD(trainable(model), lr=0.1)
         for step in range(count):
             (loss(step) if loss else loss_of(model, self.batch(step))).backward()
@@ -145,7 +148,7 @@ class Library:
         within: Callable[[], AbstractContextManager[Any]] = nullcontext,
         set_to_none: bool = True,
     ) -> dict[str, Any]:
-        """Losses of a few AdamW steps on this rank's batches, and the parameters after them."""
+        """Make AdamW steps on this rank's batches; return the losses and the final parameters."""
         optimizer = torch.optim.AdamW(trainable(model), lr=1e-2, eps=1e-3)
         losses = []
         for step in range(steps):
@@ -158,12 +161,12 @@ class Library:
         return {"losses": losses, "parameters": self.full(model)}
 
     def full(self, model: Any) -> dict[str, Tensor]:
-        """Every parameter at full size under its clean name. Collective."""
+        """Return every unsharded parameter under its clean name. Collective."""
         with self.FSDP.summon_full_params(model, writeback=False):
             return {clean(n): p.detach().clone() for n, p in model.named_parameters()}
 
     def gradients(self, model: Any) -> dict[str, Tensor]:
-        """Every gradient at full size, zeros where there is none. Collective."""
+        """Return every unsharded gradient, or zeros if there is none. Collective."""
         saved = [(p, p.detach().clone()) for p in model.parameters()]
         with torch.no_grad():
             for p, _ in saved:

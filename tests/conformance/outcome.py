@@ -1,4 +1,4 @@
-"""How a case must end, and how it ended on one rank."""
+"""The outcome that a case must have, and the outcome that it had on one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """How a case must end under one library. `kind`: value, raises, wrong, hangs or dies."""
+    """The outcome that a case must have. `kind` is value, raises, wrong, hangs or dies."""
 
     kind: str
     error: str = ""
@@ -19,7 +19,7 @@ class Expected:
 
 
 def any_of(*expected: Expected) -> tuple[Expected, ...]:
-    """One of several endings: faults whose symptom depends on what memory holds."""
+    """Allow several outcomes, for faults whose symptom depends on the contents of memory."""
     return expected
 
 
@@ -28,17 +28,17 @@ HANGS = Expected("hangs")
 
 
 def raises(error: type[BaseException], words: str = "") -> Expected:
-    """An exception of this type (or one derived from it) leaves the case on every rank."""
+    """Expect that the case raises an exception of this type or a subtype on every rank."""
     return Expected("raises", error.__name__, words)
 
 
 def wrong(words: str = "") -> Expected:
-    """No exception from the library, but values that the case's own assertions refute."""
+    """Expect that the library raises nothing, but that an assertion of the case itself fails."""
     return Expected("wrong", "AssertionError", words)
 
 
 def dies(signal: str) -> Expected:
-    """A signal ends a rank."""
+    """Expect that a signal ends a rank."""
     return Expected("dies", signal)
 
 
@@ -49,7 +49,7 @@ OFFLOADS_ON_THE_CPU = (
     else any_of(raises(RuntimeError, "storage"), dies("SIGSEGV"), wrong())
 )
 
-# torch before 2.15 keeps the gradients that a failed backward has left.
+# torch before 2.15 keeps the gradients that were made before a backward failed.
 AFTER_A_FAILED_BACKWARD = (
     any_of(WORKS)
     if TorchVersion(torch.__version__) >= "2.15"
@@ -59,14 +59,14 @@ AFTER_A_FAILED_BACKWARD = (
 
 @dataclasses.dataclass
 class Record:
-    """How a case ended on one rank."""
+    """The outcome of a case on one rank."""
 
     kind: str = "value"
     value: Any = None
-    errors: tuple[str, ...] = ()  # the exception's class and its bases
+    errors: tuple[str, ...] = ()  # names of the exception's class and of its bases
     text: str = ""
     story: str = ""
-    ours: bool = False  # an assertion of the case itself, not of the library
+    ours: bool = False  # True: an assertion of the case failed; the library raised nothing
 
     def meets(self, expected: Expected) -> bool:
         if expected.kind == "dies":
@@ -81,7 +81,7 @@ class Record:
         )
 
     def short(self) -> str:
-        """The ending in a few words, for the table."""
+        """Return the outcome in a few words, for the table."""
         if self.kind == "raises":
             line = (self.text.strip().splitlines() or [""])[0]
             return f"wrong: {line}" if self.ours else f"{self.errors[0]}: {line}"

@@ -1,4 +1,4 @@
-"""What a case of ``fully_shard`` sees of the library under test."""
+"""The interface through which cases of ``fully_shard`` use the library under test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toys import Block, clean, loss_of, toy
 
 
 class RowsLibrary(Library):
-    """The other interface of the same two libraries: modules sharded in place, row by row."""
+    """The library under test by its ``fully_shard``, which shards parameters by rows."""
 
     @property
     def fully_shard(self) -> Any:
@@ -32,13 +32,13 @@ class RowsLibrary(Library):
         return getattr(importlib.import_module(self.package), name)
 
     def mesh(self, *shape: int, names: Iterable[str] = ("replicate", "shard")) -> DeviceMesh:
-        """A mesh of all ranks: 1-D without a shape. Collective."""
+        """Return a mesh of all ranks, which is 1-D if no shape is given. Collective."""
         shape = shape or (self.world,)
         dims = tuple(names) if len(shape) == 2 else None
         return init_device_mesh("cpu", shape, mesh_dim_names=dims)
 
     def shard_blocks(self, model: nn.Module, *classes: type, **options: Any) -> Any:
-        """One unit per module of the classes (default: Block), and the root's own. Collective."""
+        """Make each module of the classes (default: Block) and the root a unit. Collective."""
         for module in reversed(list(model.modules())):
             if isinstance(module, classes or (Block,)) and module is not model:
                 self.fully_shard(module, **options)
@@ -70,12 +70,12 @@ class RowsLibrary(Library):
                 module.reshard()
 
     def full(self, model: Any) -> dict[str, Tensor]:
-        """Every parameter at full size under its clean name. Collective."""
+        """Return every unsharded parameter under its clean name. Collective."""
         self.resharded(model)
         return {clean(n): whole(p) for n, p in model.named_parameters()}
 
     def gradients(self, model: Any) -> dict[str, Any]:
-        """Every gradient at full size, None where there is none. Collective."""
+        """Return every unsharded gradient, or None if there is none. Collective."""
         self.resharded(model)
         return {
             clean(n): None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()
@@ -83,7 +83,7 @@ class RowsLibrary(Library):
 
 
 def whole(value: Tensor) -> Tensor:
-    """A copy of all values. Collective for a DTensor."""
+    """Return a copy of the whole tensor. Collective for a DTensor."""
     value = value.detach()
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
@@ -94,7 +94,7 @@ def linear(rows=5, columns=3, seed=0, **options):
 
 
 def trained(lib, seed=0, steps=2, optimizer=True, **options):
-    """A model after some steps, and its optimizer."""
+    """Train a model for some steps; return it, with its optimizer if ``optimizer``."""
     model = lib.shard_blocks(toy(seed), **options)
     made = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     for step in range(steps):
@@ -113,5 +113,5 @@ def wholes(state):
 
 
 def shown(model):
-    """Names of the parameters that the modules show as sharded now."""
+    """Return the names of the parameters that are sharded now."""
     return [n for n, p in model.named_parameters() if isinstance(p, DTensor)]

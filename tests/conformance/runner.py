@@ -1,4 +1,4 @@
-"""The cases' side of the ranks: runs them in order and writes each outcome down at once."""
+"""The code that runs cases on a rank, in order, and writes each outcome to a file at once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map
 
 TESTS = Path(__file__).parents[1]
 
-STUCK_S = 20  # a rank whose partner raised inside a collective is freed after this long
-LEFT = ""  # in place of a case's name: the ranks ended the set themselves
+STUCK_S = 20  # timeout of a case's collectives; a rank that raised never enters them
+LEFT = ""  # recorded in place of a case's name if a rank ended the set early
 
 
 def run_cases(
@@ -34,7 +34,7 @@ def run_cases(
     turn = dist.new_group(timeout=timedelta(seconds=3 * STUCK_S))
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=STUCK_S), dist.group.WORLD)
     gc.collect()
-    gc.freeze()  # so that the collections below see only what the cases leave behind
+    gc.freeze()  # later collections then visit only objects that cases leave behind
     with open(os.path.join(folder, f"rank{rank}"), "wb") as file_out:
         for name in names:
             torch.manual_seed(0)
@@ -47,24 +47,26 @@ def run_cases(
                 pickle.dump((LEFT, {}), file_out)
                 file_out.close()
                 if not stated:
-                    os._exit(0)  # at once, so that no rank waits in vain for this one
+                    os._exit(0)  # exit at once, so that no rank waits for this one
                 return
             file_out.flush()
 
 
 def is_stated(record: Record, allowed: tuple[Expected, ...]) -> bool:
-    """True for a value or an exception that all ranks were to raise. After any other, ranks are in
-    different places and their collectives have no partners: new ranks take the remaining cases.
+    """Return True if the case returned a value, or must raise on all ranks.
+
+    After any other outcome the ranks are at different points of the program, so that collectives
+    would not match. New ranks then run the remaining cases.
     """
     return record.kind == "value" or (len(allowed) == 1 and allowed[0].kind == "raises")
 
 
 def all_alike(record: Record, turn: Any) -> bool:
-    """Whether all ranks returned or all raised. Collective."""
+    """Return True if all ranks returned or all ranks raised. Collective."""
     raised = torch.tensor(int(record.kind == "raises"))
     try:
         dist.all_reduce(raised, group=turn)
-    except RuntimeError:  # a rank has left
+    except RuntimeError:  # another rank has exited
         return False
     return int(raised) in (0, dist.get_world_size())
 
@@ -89,8 +91,9 @@ def run_case(cases: Any, case: Any, lib: Any) -> Record:
 
 
 def plain(value: Any) -> Any:
-    """Raises in the case's own name what pickle would raise later, and moves tensors of a GPU to
-    host memory.
+    """Move tensors of a GPU to host memory, and check that the value can be pickled.
+
+    An error of pickle is then raised inside of the case, and becomes its outcome.
     """
     value = tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) and x.is_cuda else x, value)
     pickle.dumps(value)

@@ -1,4 +1,4 @@
-"""One behaviour, two libraries: cases run on torch's FSDP and on fsdpc, outcomes compared.
+"""A suite of cases that run on torch's FSDP and on fsdpc, and whose outcomes are compared.
 
 A test module makes one `Cases` object, decorates functions with it and ends with its `tests()`:
 
@@ -10,18 +10,19 @@ A test module makes one `Cases` object, decorates functions with it and ends wit
 
     test_torch, test_fsdpc = case.tests()
 
-A function gets a `Library` (which of the two, rank, world) and returns plain values and tensors; it
-asserts what the documentation promises, or states it as `raises`. Each case is two tests: torch's
-class behaves as stated, and fsdpc's outcome is equal on every rank. Where torch fails
-(`torch=raises(...)`, `wrong(...)`, `HANGS`, `dies(...)`) or fsdpc deliberately refuses
-(`fsdpc=raises(...)`), the failure must be observed, and the pair goes into the table that
+A function gets a `Library` (torch or fsdpc, with the rank and the world size) and returns plain
+values and tensors. The function asserts what the documentation promises. If the documentation
+promises an exception, the decorator's `raises` states this. Each case makes two tests: torch
+behaves as stated, and fsdpc behaves as stated and returns torch's values on every rank. If torch
+fails (`torch=raises(...)`, `wrong(...)`, `HANGS`, `dies(...)`) or fsdpc refuses on purpose
+(`fsdpc=raises(...)`), the tests require this failure, and the two outcomes go into the table that
 `conformance_table.py` prints at the end.
 
-A case with `doors=DOORS` is asked of both interfaces: of FullyShardedDataParallel with flat and
-with original parameters, and of fully_shard.
+A case with `doors=DOORS` runs through three interfaces: FullyShardedDataParallel with flat and with
+original parameters, and fully_shard.
 
-All cases of a module that need the same number of ranks run in one set of ranks per library, one
-after the other. A case that kills or stops its ranks ends the set; those after it get a new one.
+All cases of a module that need the same number of ranks run on one set of ranks per library, one
+after the other. A case that kills or stops its ranks ends the set; later cases run on a new set.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 
 @dataclasses.dataclass
 class Case:
-    """One behaviour. `arguments`: what this row of a parametrised function passes."""
+    """A case: a function, and the `arguments` that one combination of `over` passes to it."""
 
     name: str
     function: str
@@ -58,10 +59,10 @@ class Case:
     alone: float
     fsdpc_does: str
     env: dict[str, str]
-    door: str  # which of DOORS the case is asked of; "": the test module's own Library
+    door: str  # the interface, one of DOORS; "" for the Library class of the module
 
 
-# Values that many cases give to `over`.
+# Values that many cases use in `over`.
 BOTH = [True, False]
 S = ShardingStrategy
 SHARDED = [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD]
@@ -71,7 +72,7 @@ DOORS = ("flat", "original", *(["rows"] if HAS_ROWS else []))
 
 
 class Cases:
-    """The cases of one test module, and their outcomes once they ran."""
+    """The cases of one test module, and the outcomes of those that have run."""
 
     def __init__(
         self,
@@ -104,12 +105,13 @@ class Cases:
         doors: Sequence[str] = ("",),
         needs: str = "",
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Registers a function as a case, or as one per combination of `over`.
+        """Registers a function as a case, or as one case per combination of `over`.
 
-        `raises`: both libraries raise it. `torch`, `fsdpc`: how that library ends, if the two
-        differ; `fsdpc_does` says in the table what fsdpc does instead. `alone`: the case gets
-        ranks of its own, and torch's count as hanging after so many seconds. `needs`: a method of
-        FSDPModule, or a name of torch's package, without which the case is left out.
+        `raises` is an exception that both libraries raise. `torch` and `fsdpc` are the outcomes of
+        the two libraries if these differ; if fsdpc works, the table shows `fsdpc_does`. With
+        `alone`, the case runs on ranks of its own, and torch's ranks count as hanging after `alone`
+        seconds. `needs` is a method of FSDPModule or a name of torch's package. If torch lacks this
+        method or name, the case is left out.
         """
         if needs and not (hasattr(FSDPModule, needs) or hasattr(torch_fsdp, needs)):
             return lambda function: function
@@ -140,7 +142,7 @@ class Cases:
         return decorate
 
     def tests(self) -> tuple[Callable[..., None], Callable[..., None]]:
-        """The two test functions of the module, one for each library."""
+        """Return the two test functions of the module, one for each library."""
         names = list(self.cases)
 
         @pytest.mark.parametrize("name", names)
@@ -167,14 +169,16 @@ class Cases:
         return test_torch, test_fsdpc
 
     def case_of(self, name: str) -> tuple[str, dict[str, str]]:
-        """The name of a case's function, and the case's row of that function's axes."""
+        """Return the name of a case's function, and the values of its axes in the case."""
         case = self.cases[name]
         axes = {**case.arguments, **({"door": case.door} if case.door else {})}
         return case.function, {axis: label(value) for axis, value in axes.items()}
 
     def check(self, name: str, library: str, records: list[Record]) -> None:
-        """Asserts the stated outcome: a value or an exception on all ranks; what goes wrong, hangs
-        or dies need do so on one rank only.
+        """Assert the stated outcome.
+
+        A value or an exception must be the outcome of all ranks. It is enough if one rank has wrong
+        values, hangs or dies.
         """
         allowed = getattr(self.cases[name], library)
         met = [any(record.meets(expected) for expected in allowed) for record in records]
@@ -184,7 +188,7 @@ class Cases:
         assert any(met) if some else all(met), f"expected {allowed} of {library}, but\n{story}"
 
     def library_of(self, name: str, *about: Any) -> Library:
-        """The `lib` that the case's function gets; `about`: the first fields of a `Library`."""
+        """Return the `lib` for a case's function; `about` are the first fields of a `Library`."""
         door = self.cases[name].door
         if door == "rows":
             from rows_library import RowsLibrary
@@ -195,7 +199,7 @@ class Cases:
     # --- running -----------------------------------------------------------------------------
 
     def outcomes(self, name: str, library: str, chosen: set[tuple[str, str]]) -> list[Record]:
-        """Each rank's record; runs all chosen cases of this module on the first call."""
+        """Return each rank's record. The first call runs all chosen cases that can share ranks."""
         if (name, library) not in self.records:
             case = self.cases[name]
             together = [
@@ -218,8 +222,10 @@ class Cases:
         return self.records[name, library]
 
     def died_unexpectedly(self, name: str) -> bool:
-        """True if a rank of torch's died where it should not: gloo sometimes damages the heap. Such
-        a death counts if a second run, of this case alone, ends so, too.
+        """Return True if a rank of torch's died although the case does not state it.
+
+        gloo sometimes damages the heap. A death counts only if a rank also dies in a second run of
+        this case alone.
         """
         died = any(record.kind == "dies" for record in self.records[name, "torch"])
         return died and all(expected.kind != "dies" for expected in self.cases[name].torch)
@@ -230,7 +236,7 @@ class Cases:
             names = [n for n in names if n not in done]
 
     def run_set(self, names: list[str], library: str, deadline: float) -> set[str]:
-        """Runs the cases in one set of ranks, up to a case that ends the set; keeps the records."""
+        """Run cases on one set of ranks until a case ends the set, and store their records."""
         case = self.cases[names[0]]
         with tempfile.TemporaryDirectory(prefix="fsdpc-conform-") as folder:
             story, ends = "", [Record("hangs")] * case.world
@@ -271,16 +277,16 @@ class Cases:
         return done
 
 
-DIFFERENCES: dict[tuple[str, str], tuple[str, str]] = {}  # -> (torch, fsdpc), for the table
+DIFFERENCES: dict[tuple[str, str], tuple[str, str]] = {}  # (title, failure) -> (torch, fsdpc)
 
 
 def note_difference(title: str, theirs: str, ours: str) -> None:
-    """One row per title and kind of failure, however many variants of a case there are."""
+    """Add a row to the table, unless it has a row with this title and this kind of failure."""
     DIFFERENCES.setdefault((title, theirs.split(":")[0]), (theirs, ours))
 
 
 def worst(records: list[Record]) -> str:
-    """For the table: the worst rank. SIGKILL comes last, as the case itself sent that signal."""
+    """Return the worst outcome of a rank. SIGKILL comes last, because the case itself sent it."""
     order = {"dies": 0, "hangs": 1, "raises": 2, "value": 3}
     killed = [r.kind == "dies" and r.text == "SIGKILL" for r in records]
     ranked = sorted(range(len(records)), key=lambda i: (killed[i], order[records[i].kind]))
@@ -306,7 +312,7 @@ def as_tuple(expected: Expected | tuple[Expected, ...]) -> tuple[Expected, ...]:
 
 
 def end_of(outcome: harness.Outcome) -> Record:
-    """How a rank without a record of a case ended: it died, or its partner did and it was ended."""
+    """Return the outcome of a rank that recorded none, because this rank or another rank died."""
     if outcome.exit_signal is not None:
         import signal
 

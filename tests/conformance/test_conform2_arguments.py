@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from toys import Block, loss_of, toy
 
-with suppress(ImportError):  # torch 2.11 has none
+with suppress(ImportError):  # torch 2.11 has no such class
     from torch.distributed.fsdp import DataParallelMeshDims
 
 case = Cases(__name__, __file__, library=RowsLibrary)
@@ -264,14 +264,14 @@ def training_with_replicas(lib, shape):
 
 @case(world=4)
 def a_dimension_of_a_larger_mesh(lib):
-    """Two separate trainings, each on one row of a 2-D mesh."""
+    """Each row of a 2-D mesh trains a model of its own."""
     mesh = lib.mesh(2, 2)
     return lib.train(lib.shard_blocks(toy(), mesh=mesh["shard"]))
 
 
 @case(world=4)
 def two_meshes_in_one_model(lib):
-    """Blocks with replicas, the root sharded over all ranks."""
+    """Blocks are sharded over a mesh with replicas, and the root over all ranks."""
     hybrid, line = lib.mesh(2, 2), lib.mesh()
     model = toy()
     for block in model.blocks:
@@ -308,7 +308,7 @@ SPMD = {
 
 
 def spmd(names):
-    """A mesh with these dimensions, and a module of DTensors on the mesh."""
+    """Return a mesh with these dimensions, and a module whose parameters are DTensors on it."""
     shape, placements = SPMD[names]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split(", ")))
     model = linear(6, 4)
@@ -404,7 +404,7 @@ def training_with_resharding_to_some_ranks(lib, value):
 
 @case(over={"value": [True, 2]})
 def what_modules_show_after_forward(lib, value):
-    """Whether the root and a block show sharded parameters, and which shapes these have."""
+    """Return whether parameters of the root and of a block are sharded, and their shapes."""
     model = lib.shard_blocks(toy(), reshard_after_forward=value)
     model(lib.batch())
     shown = [model.head.weight, model.blocks[0].up.weight]
@@ -451,7 +451,7 @@ def by_last(param):
 
 
 class Mixed(nn.Module):
-    """Weights of two and three dimensions; two ranks cut the last dimension of each."""
+    """A module with weights of two and three dimensions, whose last dimension is sharded."""
 
     def __init__(self):
         super().__init__()
@@ -538,7 +538,7 @@ def a_placement_beyond_the_last_dimension(lib, dim):
 
 @case(over={"value": [Replicate(), 0, "Shard(0)"]})
 def placements_that_are_none(lib, value):
-    """Any exception of the two kinds that torch's documentation names."""
+    """Either exception that torch's documentation names is accepted."""
     try:
         lib.fully_shard(linear(), shard_placement_fn=lambda p: value)
     except (AssertionError, ValueError):
@@ -574,7 +574,7 @@ def what_the_placement_function_gets(lib):
 
 
 class Low(torch.Tensor):
-    """A tensor that travels in bfloat16 and computes in float32."""
+    """A tensor that is gathered in bfloat16 and computed with in float32."""
 
     def fsdp_pre_all_gather(self, mesh):
         return (self.as_subclass(torch.Tensor).bfloat16(),), None
@@ -673,7 +673,7 @@ def other_classes_of_blocks(lib):
 
 @case()
 def another_call_for_a_subtree(lib):
-    """An unsharded model with sharded parts."""
+    """Two blocks of a model are sharded, and the model itself is not."""
     model = toy()
     lib.fully_shard(model.blocks[0])
     lib.fully_shard(model.blocks[1])

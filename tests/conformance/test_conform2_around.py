@@ -1,4 +1,4 @@
-"""What torch and programs put around sharded modules: compilers, pipelines, functional calls."""
+"""Cases of sharded modules inside of compilers, pipelines, functional calls and averages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ case = Cases(__name__, __file__, library=RowsLibrary)
     rtol=1e-4,
 )
 def compiled_blocks(lib, what, order, checkpointed):
-    """Blocks that are checkpointed, compiled and sharded, as trainers do."""
+    """Blocks can be checkpointed, compiled and sharded in the orders that trainers use."""
     model = toy()
     for name, block in model.blocks.named_children():
         if checkpointed:
@@ -70,7 +70,7 @@ def a_whole_model_compiled(lib, backend):
 
 @case(raises=RuntimeError)
 def export(lib):
-    """A sharded module has no graph to export."""
+    """A sharded module cannot be exported as a graph."""
     torch.export.export(lib.shard_blocks(toy()), (lib.batch(),))
 
 
@@ -78,8 +78,10 @@ def export(lib):
 
 
 def pipeline(lib, schedule, stages_per_rank):
-    """Gradients of this rank's stages after each of two steps, and those of the whole model. Each
-    stage is sharded over a group of one rank.
+    """Return the gradients of this rank's stages after each of two steps.
+
+    The gradients must equal those of the whole model. Each stage is sharded over a group of one
+    rank.
     """
     torch.manual_seed(0)
     count = lib.world * stages_per_rank
@@ -162,7 +164,7 @@ def functional_call(lib):
 
 @case()
 def a_model_after_a_functional_call(lib):
-    """The call fails; the model keeps its values and trains."""
+    """After a failed call, the model has its old values and can train."""
     model = lib.shard_blocks(toy())
     values = {n: nn.Parameter(p.detach() * 2) for n, p in model.named_parameters()}
     if lib.package == "fsdpc":
@@ -178,7 +180,7 @@ def a_model_after_a_functional_call(lib):
 
 @case()
 def averages_by_foreach(lib):
-    """torch.optim.swa_utils' function on lists of sharded parameters."""
+    """The EMA function of torch.optim.swa_utils works on lists of sharded parameters."""
     from torch.optim.swa_utils import get_ema_multi_avg_fn
 
     model = lib.shard_blocks(toy())
@@ -196,7 +198,7 @@ def averages_by_foreach(lib):
 
 @case(raises=AssertionError, words="deepcopy")
 def an_averaged_model(lib):
-    """torch.optim.swa_utils.AveragedModel copies the model."""
+    """torch.optim.swa_utils.AveragedModel fails, because it copies the model."""
     torch.optim.swa_utils.AveragedModel(lib.shard_blocks(toy()))
 
 

@@ -46,7 +46,7 @@ def saving_and_loading_a_checkpoint(lib):
 
 @case()
 def loading_a_checkpoint_in_place(lib):
-    """state_dict() aliases the parameters, so dcp.load alone is enough."""
+    """dcp.load into state_dict() changes the model, because state_dict() aliases the parameters."""
     model, folder = trained(lib, optimizer=False), folder_of_rank_0()
     dcp.save(model.state_dict(), checkpoint_id=folder)
     other = lib.shard_blocks(toy(7))
@@ -78,7 +78,7 @@ def a_checkpoint_of_an_unsharded_model(lib):
 
 @case(over={"full": BOTH})
 def resuming_from_a_checkpoint(lib, full):
-    """Model and optimizer resume; further steps equal those of an uninterrupted run."""
+    """The model and the optimizer resume; further steps equal those of an uninterrupted run."""
     model, optimizer = trained(lib)
     options = StateDictOptions(full_state_dict=full)
     folder = folder_of_rank_0()
@@ -132,7 +132,10 @@ def optimizer_state_flattened(lib, flatten):
 
 @case(over={"full": BOTH, "kind": ["frozen", "groups"]})
 def every_flag_of_the_options(lib, full, kind):
-    """Flags that change which keys there are, for models with frozen parameters or groups."""
+    """State dicts agree for each combination of the flags that change the keys of a state dict.
+
+    The model has frozen parameters, or the optimizer has several parameter groups.
+    """
     model = toy()
     model.blocks[0].requires_grad_(kind != "frozen")
     lib.shard_blocks(model)
@@ -152,7 +155,7 @@ def every_flag_of_the_options(lib, full, kind):
         weights, moments = get_state_dict(model, optimizer, options=options)
         seen[str(given)] = [list(weights), wholes(weights), list(moments), wholes(moments)]
         if given["flatten_optimizer_state_dict"]:
-            continue  # torch loads such a state only where its group keys match
+            continue  # torch loads a flattened state only if all keys of parameter groups match
         back = StateDictOptions(full_state_dict=full, strict=False, **given)
         set_state_dict(
             model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=back
@@ -195,7 +198,7 @@ def setting_a_part_by_dcp(lib, strict):
 
 @case()
 def states_of_an_optimizer_by_hand(lib):
-    """optimizer.state_dict() of DTensors, loaded into another optimizer."""
+    """The state_dict() of an optimizer of DTensors can be loaded into another optimizer."""
     model, optimizer = trained(lib)
     state = optimizer.state_dict()
     made = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)

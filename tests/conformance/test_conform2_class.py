@@ -132,7 +132,7 @@ def modes(lib, training):
 
 @case()
 def a_submodule_added_later(lib):
-    """The submodule stays plain until another call shards it."""
+    """A submodule that is added after fully_shard stays unsharded until another call shards it."""
     model = lib.fully_shard(linear(3, 3))
     model.more = linear(2, 3)
     return [type(p).__name__ for p in model.parameters()]
@@ -211,8 +211,11 @@ def what_forward_hooks_see(lib, order):
 
 
 def look_at_weights(model, kind, names=None):
-    """Registers hooks below the root; returns the list that they fill: (module, whether the first
-    Linear inside shows its full weight, the sum of that weight)."""
+    """Register backward hooks on modules below the root, and return the list that the hooks fill.
+
+    Each item has the module's name, whether the weight of the first Linear inside the module is
+    "full" or "sharded", and the sum of that weight if it is full.
+    """
     seen = []
     for name, module in model.named_modules():
         weights = [child for child in module.modules() if isinstance(child, nn.Linear)]
@@ -240,7 +243,7 @@ def what_full_backward_hooks_see(lib, reshard, input_grad):
 
 @case(torch=wrong("sharded"), fsdpc_does="the hook sees full weights")
 def what_full_backward_pre_hooks_see(lib):
-    """full_backward_pre_hook of a unit, which may read its weights"""
+    """A full_backward_pre_hook of a unit may read the unit's weights."""
     model = lib.shard_blocks(toy(), reshard_after_forward=True)
     seen = look_at_weights(model, "pre_hook")
     loss_of(model, lib.batch()).backward()
@@ -249,7 +252,7 @@ def what_full_backward_pre_hooks_see(lib):
 
 @case()
 def backward_hooks_that_change_gradients(lib):
-    """register_full_backward_hook returns other gradients of the inputs."""
+    """A full backward hook may replace gradients of inputs, and a pre-hook those of outputs."""
     model = lib.shard_blocks(toy())
     model.blocks[1].register_full_backward_hook(lambda m, gi, go: tuple(2 * g for g in gi))
     model.blocks[0].register_full_backward_pre_hook(lambda m, go: tuple(g + 1 for g in go))
@@ -322,7 +325,7 @@ class Failing(Block):
 
 @case(needs="reset_iter_state", over={"at": [0, 1]})
 def going_on_after_an_exception_in_forward(lib, at):
-    """torch needs reset_iter_state to go on; fsdpc goes on with or without this call."""
+    """torch needs reset_iter_state to go on; fsdpc goes on with or without that call."""
     model = toy()
     model.blocks = nn.ModuleList([Failing(), Failing()])
     torch.manual_seed(0)
@@ -370,7 +373,7 @@ def going_on_after_an_exception_in_backward(lib):
 
 
 class Speaker(nn.Linear):
-    """forward and two more methods use the same parameters."""
+    """A layer with two more methods, encode and generate, that use the parameters of forward."""
 
     def encode(self, x, *, scale=1.0):
         return nn.functional.linear(x, self.weight) * scale
@@ -424,7 +427,7 @@ def a_method_of_an_inner_unit(lib):
 
 @case()
 def a_method_of_a_plain_module(lib):
-    """A plain module stays as it was."""
+    """register_fsdp_forward_method does not change a module that is not sharded."""
     model = speaker()
     lib.name_of("register_fsdp_forward_method")(model, "encode")
     lib.name_of("register_fsdp_forward_method")(model, "missing")
@@ -438,7 +441,7 @@ def a_method_that_is_missing(lib):
 
 @case()
 def a_method_that_was_not_registered(lib):
-    """Such a method meets sharded parameters."""
+    """A method that was not registered runs on sharded parameters, which raises an error."""
     model = lib.fully_shard(speaker(), reshard_after_forward=True)
     return lib.refuses(RuntimeError, model.encode, torch.ones(1, 3), words="DTensor")
 

@@ -1,4 +1,4 @@
-"""Where torch's fully_shard fails, hangs, dies or is silently wrong on CPU ranks."""
+"""Programs with which torch's fully_shard fails, hangs, dies or is silently wrong on CPU ranks."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def a_divide_factor(lib, factor):
 
 @case(world=1, torch=wrong("off by"), fsdpc_does="divides once")
 def a_divide_factor_on_one_rank(lib):
-    """a divide factor with sums on the wire, on one rank"""
+    """a divide factor with forced sum reductions, on one rank"""
     model, plain = lib.fully_shard(linear()), linear()
     model.set_force_sum_reduction_for_comms(True)
     model.set_gradient_divide_factor(2.0)
@@ -131,7 +131,7 @@ def a_divide_factor_with_replicas_of_whole_models(lib):
 
 
 class Choice(nn.Module):
-    """A module that uses one of its two layers."""
+    """A module with two layers, `a` and `b`. The caller chooses the layer that forward uses."""
 
     def __init__(self):
         super().__init__()
@@ -177,7 +177,7 @@ def ranks_that_use_different_units(lib):
 
 @case()
 def ranks_that_use_different_parameters_with_zeros(lib):
-    """torch needs a setting for this program; fsdpc does not."""
+    """torch needs set_reduce_scatter_unused_params for this program."""
     model = lib.fully_shard(Choice())
     model.set_reduce_scatter_unused_params(True)
     check_choice(lib, model)
@@ -188,7 +188,7 @@ def ranks_that_use_different_parameters_with_zeros(lib):
 
 
 def penalised(model, x):
-    """A gradient penalty: the loss contains the input's gradient."""
+    """Run the backward of a gradient penalty: the loss is computed from the input's gradient."""
     x = x.clone().requires_grad_()
     (grad,) = torch.autograd.grad(model(x).square().sum(), [x], create_graph=True)
     grad.square().sum().backward()
@@ -223,7 +223,7 @@ def different(a, b):
     over={"how": ["reset_parameters", "normal_"]},
 )
 def random_values_of_shards(lib, how):
-    """the same seed on each rank, random values in sharded parameters"""
+    """random values in sharded parameters, with one seed on all ranks"""
     with torch.device("meta"):
         model = nn.Linear(3, 4)
     lib.fully_shard(model)
@@ -253,7 +253,7 @@ def ranks_with_different_shapes(lib):
 
 @case(torch=wrong("nothing is noticed"), fsdpc=raises(RuntimeError, "reduce"))
 def ranks_with_different_policies(lib):
-    """reduce_dtype of one rank is not that of the others; caught at the call"""
+    """one rank gives another reduce_dtype than the other ranks"""
     dtype = torch.float32 if lib.rank else torch.float64
     lib.fully_shard(linear(), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
     raise AssertionError("nothing is noticed")
@@ -261,14 +261,14 @@ def ranks_with_different_policies(lib):
 
 @case(torch=wrong("nothing is noticed"), fsdpc=raises(RuntimeError, "reshard_after_forward"))
 def ranks_with_different_resharding(lib):
-    """reshard_after_forward of one rank is not that of the others; caught at the call"""
+    """one rank gives another reshard_after_forward than the others"""
     lib.fully_shard(linear(), reshard_after_forward=lib.rank == 0)
     raise AssertionError("nothing is noticed")
 
 
 @case(torch=wrong("off by"), fsdpc_does="always frees parameters: no step uses old ones")
 def an_optimizer_step_without_resharding(lib):
-    """set_reshard_after_backward(False) and an optimizer step"""
+    """an optimizer step after set_reshard_after_backward(False)"""
     model, plain = lib.shard_blocks(toy()), toy()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model.set_reshard_after_backward(False)
@@ -282,7 +282,7 @@ def an_optimizer_step_without_resharding(lib):
 
 @case(torch=wrong("nothing is noticed"), fsdpc=raises(RuntimeError, "frozen"))
 def ranks_with_different_frozen_parameters(lib):
-    """a parameter is frozen on one rank; caught at the call"""
+    """a parameter is frozen on one rank only"""
     model = linear()
     model.weight.requires_grad_(lib.rank == 0)
     lib.fully_shard(model)

@@ -1,4 +1,4 @@
-"""FSDPModule's factors, hints and refused methods; what ends a pass, moves and converts."""
+"""Divide factors, hints and refused methods of FSDPModule; resets, moves and conversions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ case = Cases(__name__, __file__, library=RowsLibrary)
 
 @case(over={"factor": [1.0, 2.0, 3.0, 8.0, 0.5], "name": ["gradient", "reduce_scatter"]})
 def divide_factors(lib, factor, name):
-    """With sums on the wire, which gloo needs for divide factors."""
+    """The reductions are forced to be sums, because gloo has no PREMUL_SUM for divide factors."""
     model = lib.shard_blocks(toy())
     for module in model.modules():
         if isinstance(module, lib.FSDPModule):
@@ -87,7 +87,7 @@ def prefetching_of_plain_modules(lib, direction):
 
 @case(over={"direction": ["forward", "backward"]})
 def prefetching_in_the_wrong_order(lib, direction):
-    """A prefetch is a hint: in a wrong order, too, it changes no result."""
+    """Prefetching in a wrong order changes no result, because a prefetch is only a hint."""
     model = lib.shard_blocks(toy(blocks=3))
     blocks = list(model.blocks)
     for block in blocks:
@@ -96,7 +96,7 @@ def prefetching_in_the_wrong_order(lib, direction):
 
 
 EITHER = [{"recurse": True}, {"recurse": False}]
-# NAME: what set_NAME is called with.
+# The name of a setter without "set_" -> the values and the options that the setter is called with.
 SETTERS = {
     "force_sum_reduction_for_comms": (BOTH, [{}]),
     "allocate_memory_from_process_group_for_comm": (BOTH, [{}]),
@@ -218,7 +218,7 @@ def resetting_between_steps(lib):
 
 @case(needs="reset_iter_state")
 def resetting_after_a_forward(lib):
-    """The forward's graph is given up."""
+    """reset_iter_state after a forward abandons the graph of that forward."""
     model = lib.shard_blocks(toy())
     model(lib.batch())
     model.reset_iter_state()

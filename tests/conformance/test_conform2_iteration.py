@@ -1,4 +1,4 @@
-"""One iteration: which units run, how often, in which order, and what backward makes of it."""
+"""One iteration: which units run, how often and in which order, and what gradients result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ case = Cases(__name__, __file__, library=RowsLibrary)
 
 
 def check_training(lib, model, steps=3):
-    """Trains, and compares with the unsharded reference that every rank trains beside the model."""
+    """Train the sharded model beside an unsharded reference on every rank, and compare the two."""
     reference = Reference(model)
     lib.shard_blocks(model)
     pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (model, reference.master)]
@@ -96,7 +96,7 @@ def a_forward_whose_output_is_not_used(lib):
 
 @case()
 def a_contrastive_step(lib):
-    """Two passes through the same weights, whose outputs are compared."""
+    """The loss compares the outputs of two forwards of the same model."""
     model = chain(lib)
     a, b = model(inputs(lib)), model(inputs(lib, 1))
     nn.functional.mse_loss(a, b).backward()
@@ -141,7 +141,7 @@ def backward_of_a_kept_graph(lib, times, reshard):
 
 @case()
 def losses_of_parts_of_one_forward(lib):
-    """Each of two backwards goes through the first layer of one graph."""
+    """Two backwards go through the same graph, each from one row of the output."""
     model = chain(lib)
     out = model(inputs(lib))
     out[0].sum().backward(retain_graph=True)
@@ -179,7 +179,7 @@ def a_unit_called_before_the_root(lib):
 
 
 def check_chain(lib, model, order=(0, 1, 2)):
-    """Compares one pass's gradients with those of an unsharded copy on all ranks' batches."""
+    """Compare one pass's gradients with those of an unsharded model, averaged over all ranks."""
     model.zero_grad()
     model(inputs(lib), order).sum().backward()
     got = lib.gradients(model)
@@ -223,7 +223,7 @@ def parameters_that_no_rank_uses(lib, inner):
 
 @case()
 def weight_decay_of_unused_parameters(lib):
-    """Without a gradient, unused parameters do not move."""
+    """Weight decay does not change unused parameters, because these have no gradient."""
     model = lib.fully_shard(Optional())
     return lib.full_after(
         model,
@@ -253,7 +253,7 @@ def frozen_parts(lib, frozen, reshard):
 
 @case()
 def frozen_beside_trainable_parameters(lib):
-    """An adapter: the base weights of each unit are frozen."""
+    """As with adapters, each unit has frozen parameters beside trainable ones."""
     model = toy()
     for name, p in model.named_parameters():
         p.requires_grad_("up" in name)

@@ -129,7 +129,7 @@ def resharding_what_is_sharded(lib):
 
 @case()
 def forward_in_an_unsharded_model(lib):
-    """Inference: gathered once, used twice."""
+    """Two forwards without gradients use parameters that unshard() has gathered once."""
     model = lib.shard_blocks(toy())
     with torch.no_grad():
         model.unshard()
@@ -154,14 +154,14 @@ def training_with_accumulation(lib, strategy):
 
 
 def shows_values(lib, model):
-    """Whether sharded parameters show a gradient that is not zero."""
+    """Return, for each sharded parameter, whether its gradient has a value that is not zero."""
     lib.resharded(model)
     return [p.grad is not None and bool(p.grad.to_local().any()) for p in model.parameters()]
 
 
 @case()
 def gradients_without_sync_are_hidden(lib):
-    """Such gradients are None or zero."""
+    """The gradient of a parameter is None or zero until it is reduced."""
     model = lib.shard_blocks(toy())
     lib.backward(model, sync=False)
     return shows_values(lib, model)
@@ -183,7 +183,7 @@ def gradients_without_sync_that_are_cleared(lib):
 
 @case()
 def one_unit_without_sync(lib):
-    """A block keeps its gradients for the next backward; the other units reduce their own."""
+    """One block keeps its gradients for the next backward, and the other units reduce theirs."""
     model = lib.shard_blocks(toy())
     model.blocks[0].set_requires_gradient_sync(False)
     loss_of(model, lib.batch(0, 0)).backward()
@@ -204,7 +204,11 @@ def sync_of_the_root_alone(lib):
 
 
 def sum_by_turns(lib, model, pattern):
-    """A micro-batch per letter: a digit sums that block, "*" all, "-" none; what shows then."""
+    """Run a backward for each letter of `pattern`, and return the results of shows_values.
+
+    The letter names the units that reduce their gradients: a digit names one block, "*" all units,
+    and "-" no unit. shows_values is called after each backward.
+    """
     seen = []
     for micro, unit in enumerate(pattern):
         model.set_requires_gradient_sync(unit == "*")
@@ -217,7 +221,7 @@ def sum_by_turns(lib, model, pattern):
 
 @case(over={"pattern": ["0*", "1-*", "01*", "0-01*", "*0*"]})
 def units_that_are_summed_by_turns(lib, pattern):
-    """Each backward sums the units whose flag is set, and shows their gradients only."""
+    """Each backward reduces only the units whose flag is set, and shows only their gradients."""
     model = lib.shard_blocks(toy())
     return sum_by_turns(lib, model, pattern), lib.gradients(model)
 
@@ -236,7 +240,7 @@ def units_that_are_summed_by_turns_over_replicas(lib):
 
 @case(over={"unit": ["0", "1"]})
 def a_step_of_the_units_that_are_summed(lib, unit):
-    """The other units' weights stay, and their gradients wait for the next step."""
+    """An optimizer's step changes only the unit whose gradients were reduced."""
     model = lib.shard_blocks(toy())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sum_by_turns(lib, model, unit)
@@ -251,7 +255,7 @@ def a_step_of_the_units_that_are_summed(lib, unit):
 
 @case(world=4)
 def both_flags_must_be_set(lib):
-    """set_requires_all_reduce(True) sums nothing while set_requires_gradient_sync is False."""
+    """set_requires_all_reduce(True) has no effect while set_requires_gradient_sync is False."""
     model = lib.shard_blocks(toy(), mesh=lib.mesh(2, 2))
     model.set_requires_gradient_sync(False)
     model.set_requires_all_reduce(True)
@@ -264,7 +268,7 @@ def both_flags_must_be_set(lib):
 
 @case()
 def sync_set_after_forward(lib):
-    """The value at the time of backward counts."""
+    """set_requires_gradient_sync takes effect in backward, even if the forward has run before."""
     model = lib.shard_blocks(toy())
     loss = loss_of(model, lib.batch(0, 0))
     model.set_requires_gradient_sync(False)
@@ -277,7 +281,7 @@ def sync_set_after_forward(lib):
 
 @case()
 def a_synchronised_pass_that_skips_a_unit(lib):
-    """What the unit kept is reduced in the next pass, whether the unit takes part or not."""
+    """A synchronised pass reduces a unit's kept gradients, even if the pass skips the unit."""
 
     class Two(nn.Module):
         def __init__(self):
@@ -310,7 +314,7 @@ def is_last_backward(lib, last):
 
 @case()
 def a_pipelines_three_setters(lib):
-    """What a pipeline schedule calls around its micro-batches."""
+    """A pipeline schedule calls these three setters around its micro-batches."""
     model = lib.shard_blocks(toy())
     for micro in range(3):
         last = micro == 2
@@ -346,7 +350,7 @@ def accumulation_with_replicas(lib):
 
 @case()
 def requires_all_reduce_without_replicas(lib):
-    """No effect on a 1-D mesh."""
+    """set_requires_all_reduce(False) has no effect on a 1-D mesh."""
     model = lib.shard_blocks(toy())
     model.set_requires_all_reduce(False)
     return lib.gradients_after(model)
@@ -381,7 +385,7 @@ def reshard_after_backward(lib, value, recurse):
 
 @case(over={"value": BOTH})
 def unshard_in_backward(lib, value):
-    """The unit is an embedding, whose weight backward does not read."""
+    """The unit is an embedding, because the backward of an embedding does not read the weight."""
     model = toy()
     lib.fully_shard(model.embed)
     model.embed.set_unshard_in_backward(value)

@@ -46,7 +46,7 @@ def optimizers(lib, name, foreach):
     rtol=1e-4,
 )
 def fused_optimizers_that_dtensor_does_not_know(lib, name):
-    """fused=True of SGD and Adagrad"""
+    """SGD and Adagrad with fused=True"""
     model = lib.shard_blocks(toy())
     kind = getattr(torch.optim, name)
     return lib.full_after(model, optimizer=kind(model.parameters(), fused=True, lr=1e-2))
@@ -74,7 +74,7 @@ def a_step_that_hooks_watch(lib):
 
 @case()
 def gradients_and_states_of_other_objects(lib):
-    """Gradients that the program assigns, loaded states, a parameter without gradient."""
+    """A step accepts assigned gradients, loaded states, and a parameter that has no gradient."""
     model = lib.shard_blocks(toy())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     for step in range(3):
@@ -183,7 +183,7 @@ def two_optimizers(lib):
 
 @case()
 def an_average_of_parameters(lib):
-    """EMA kept by hand in DTensors."""
+    """A program keeps an exponential moving average of the parameters in DTensors."""
     model = lib.shard_blocks(toy())
     average = [p.detach().clone() for p in model.parameters()]
     params = list(model.parameters())
@@ -200,7 +200,7 @@ def an_average_of_parameters(lib):
 
 @case()
 def parameters_swapped_with_their_average(lib):
-    """Evaluation on other values, after which the parameters' own values are put back."""
+    """Evaluation runs on other values; afterwards the parameters get their own values back."""
     model = lib.shard_blocks(toy())
     params = list(model.parameters())
     saved = [p.detach().clone() for p in params]
@@ -357,7 +357,7 @@ def a_scaler(lib):
 
 @case(over={"where": ["all", "rank 1"]})
 def a_scaler_that_finds_an_overflow(lib, where):
-    """The step is left out on every rank, also if one rank's batch alone overflows."""
+    """Every rank skips the step, even if only one rank's batch overflows."""
     model = lib.fully_shard(linear())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -370,7 +370,7 @@ def a_scaler_that_finds_an_overflow(lib, where):
 
 @case(world=4)
 def a_scaler_that_finds_an_overflow_in_one_shard(lib):
-    """One rank's shard overflows; the other three ranks own finite elements or none."""
+    """Only one rank's shard overflows; the other three ranks have finite elements or none."""
     model = lib.fully_shard(linear(2, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

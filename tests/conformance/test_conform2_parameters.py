@@ -1,4 +1,4 @@
-"""Sharded parameters: rows, optimizers, clipping, scaling, hooks."""
+"""Sharded parameters: rows, gradients, writes, and parameters that are frozen or unfrozen later."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def rows_on_three_ranks(lib):
 
 @case(world=4)
 def training_on_four_ranks_with_empty_shards(lib):
-    """Three ranks own nothing of some parameters."""
+    """Three of the four ranks have no elements of some parameters."""
     model = nn.Sequential(linear(1, 3), nn.Tanh(), linear(2, 1))
     lib.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -107,7 +107,7 @@ def gradients_that_the_user_scales_in_place(lib):
 
 @case(over={"replace": BOTH})
 def gradients_that_the_user_keeps(lib, replace):
-    """Gradients of several losses, combined afterwards: lists of .grad keep their values."""
+    """A program can keep the .grad tensors of several losses, and later combine these gradients."""
     model = lib.shard_blocks(toy())
     params = list(model.parameters())
     lists, copies = [], []
@@ -150,7 +150,7 @@ def writes_to_sharded_parameters(lib, how):
 
 @case(torch=wrong("still"), fsdpc_does="shows sharded parameters after forward")
 def an_optimizer_made_after_a_forward(lib):
-    """parameters() after a forward: an optimizer made then"""
+    """an optimizer made from parameters() after a forward"""
     model = lib.shard_blocks(toy())
     before = {k: v.clone() for k, v in lib.full(model).items()}
     model(lib.batch())
@@ -184,7 +184,7 @@ def requires_grad_between_steps(lib):
 
 @case(over={"evaluated": [None, torch.no_grad, torch.inference_mode]})
 def a_parameter_unfrozen_later(lib, evaluated):
-    """With or without an evaluation before the first step that trains the parameter."""
+    """A parameter may be unfrozen between steps, with or without an evaluation before a step."""
     model = toy()
     model.blocks[0].requires_grad_(False)
     lib.shard_blocks(model)
@@ -202,7 +202,7 @@ def a_parameter_unfrozen_later(lib, evaluated):
 
 @case()
 def attributes_that_the_user_set(lib):
-    """An attribute of the plain parameter, set before sharding, is kept or gone."""
+    """Sharding may keep or drop an attribute that the user set on the plain parameter."""
     model = linear()
     model.weight.tag = "mine"
     lib.fully_shard(model)

@@ -143,7 +143,7 @@ def dtypes_of_gradients_and_states(lib, optimizer):
 
 @case()
 def full_parameters_in_forward(lib):
-    """The dtype of full parameters in a forward."""
+    """A forward pre-hook sees the full parameters; both libraries give them the same dtype."""
     model, seen = linear(), []
     model.register_forward_pre_hook(lambda m, args: seen.append(str(m.weight.dtype)))
     lib.fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
@@ -226,7 +226,7 @@ def autocast_inside_a_module(lib):
 
 @case()
 def accumulation_keeps_small_gradients(lib):
-    """256 + 1 is 256 in bfloat16: micro-batches are added in reduce_dtype."""
+    """Gradients of micro-batches are added in reduce_dtype, because 256 + 1 is 256 in bfloat16."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
     model = nn.Linear(2, 1, bias=False)
     lib.fully_shard(model, mp_policy=policy)

@@ -34,7 +34,7 @@ def squares(lib, model):
 
 
 class Adapted(nn.Module):
-    """A frozen layer and a low-rank update, LoRA."""
+    """A frozen layer with a trainable low-rank update (LoRA)."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -50,7 +50,7 @@ class Adapted(nn.Module):
 
 @case(over={"dtype": [torch.float32, torch.bfloat16], "own": BOTH}, rtol=1e-2)
 def adapters(lib, dtype, own):
-    """The frozen base is a unit of its own, or in one unit with its adapter."""
+    """The frozen base is a unit by itself, or is in one unit with its adapter."""
     model = nn.Sequential(Adapted(dtype), nn.Tanh(), Adapted(dtype))
     for part in (model[0], model[2]):
         if own:
@@ -70,7 +70,7 @@ def only_the_adapters_are_saved(lib):
 
 @case()
 def training_the_head_then_everything(lib):
-    """Two phases with an optimizer each."""
+    """Training has two phases, each with a new optimizer: first only the head, then everything."""
     model = lib.shard_blocks(toy())
     for p in model.parameters():
         p.requires_grad_(False)
@@ -86,7 +86,7 @@ def training_the_head_then_everything(lib):
 
 @case()
 def an_adversarial_step(lib):
-    """The gradient of the inputs first, then a training step on the changed inputs."""
+    """Each step computes the gradient of the inputs, and then trains on the changed inputs."""
     model = nn.Sequential(linear(), nn.Tanh(), linear(seed=1))
     lib.fully_shard(model[0])
     lib.fully_shard(model)
@@ -160,7 +160,7 @@ def inputs_by_name(lib):
 
 @case()
 def a_forward_that_recurses(lib):
-    """A module that calls itself."""
+    """The forward of a module calls the module itself."""
 
     class Again(nn.Linear):
         def forward(self, x, depth=2):
@@ -198,7 +198,7 @@ def a_custom_autograd_function(lib):
 
 @case()
 def saved_tensor_hooks(lib):
-    """Activations kept elsewhere between forward and backward."""
+    """torch.autograd.graph.save_on_cpu keeps tensors on the CPU between forward and backward."""
     model = lib.shard_blocks(toy())
     with torch.autograd.graph.save_on_cpu():
         loss = loss_of(model, lib.batch())
@@ -238,7 +238,7 @@ def layers(lib, layer):
 
 @case()
 def a_mixture_of_experts(lib):
-    """Each token goes to one of three experts; ranks choose differently."""
+    """Each token goes to one of three experts; the ranks choose different experts."""
 
     class Experts(nn.Module):
         def __init__(self):
@@ -306,7 +306,7 @@ def a_weight_of_another_unit_on_one_rank(lib):
 
 
 class Asking(nn.Module):
-    """A module whose forward asks for the weight of a unit, which is not gathered then."""
+    """A module whose forward calls `ask` with the weight of a unit that is not gathered then."""
 
     def __init__(self, ask):
         super().__init__()
@@ -364,7 +364,7 @@ def placements_of_a_weight_of_another_unit(lib):
 
 @case(over={"times": [1, 2]})
 def part_of_a_weight_passed_to_the_forward(lib, times):
-    """The way out: this rank's rows go in as an argument, and their gradient counts."""
+    """A forward gets rows of a weight as an input. Their gradient counts for the weight, too."""
     model = asking(lib, lambda weight: None)
     for seed in range(times):
         model(inputs(lib, seed), model.block.weight.to_local()).sum().backward()
@@ -376,7 +376,7 @@ def part_of_a_weight_passed_to_the_forward(lib, times):
 
 @case()
 def a_full_checkpoint_by_hand(lib):
-    """full_tensor() on all ranks, torch.save on rank 0, a load into an unsharded model."""
+    """All ranks call full_tensor(); rank 0 saves the result and loads it into a plain model."""
     model = lib.shard_blocks(toy())
     lib.train(model, 1)
     full = {n: whole(v) for n, v in model.state_dict().items()}
@@ -391,7 +391,7 @@ def a_full_checkpoint_by_hand(lib):
 
 @case()
 def parameters_by_vector(lib):
-    """The sum of squares over the shards of all ranks."""
+    """A program sums the squares of its shards in one vector, and adds the sums of all ranks."""
     model = lib.shard_blocks(toy())
     local = torch.cat([p.to_local().detach().flatten() for p in model.parameters()])
     total = local.square().sum()
@@ -432,7 +432,7 @@ def the_learning_rate_as_a_tensor(lib):
 
 @case()
 def gradients_scaled_by_the_tokens_of_all_ranks(lib):
-    """After backward, a sum over tokens is divided by the number of tokens of all ranks."""
+    """The loss sums over tokens; gradients are then divided by the number of all ranks' tokens."""
     model = lib.shard_blocks(toy())
     batch = lib.batch()[:, : 3 + lib.rank]
     count = torch.tensor(float(batch.numel()))

@@ -75,7 +75,7 @@ def training_after_loading(lib, assign):
 
 @case(over={"assign": BOTH})
 def loading_between_steps(lib, assign):
-    """The optimizer keeps the parameters that it was made with, unless they are replaced."""
+    """The first state is loaded after a step, and a new optimizer trains on from that state."""
     model = lib.shard_blocks(toy())
     start = {k: v.clone() for k, v in model.state_dict().items()}
     first = lib.train(model, 1)
@@ -85,14 +85,14 @@ def loading_between_steps(lib, assign):
 
 @case()
 def loading_full_tensors(lib):
-    """torch.nn.Module copies tensor by tensor: plain values do not fit DTensors."""
+    """load_state_dict of full tensors raises: a plain tensor cannot be copied into a DTensor."""
     model = lib.shard_blocks(toy())
     return lib.refuses(RuntimeError, model.load_state_dict, toy(7).state_dict(), words="DTensor")
 
 
 @case(over={"assign": BOTH})
 def loading_distributed_full_tensors(lib, assign):
-    """What accelerate does: distribute_tensor of a full state dict."""
+    """A full state dict can be loaded after distribute_tensor of each value, as accelerate does."""
     model, plain = lib.shard_blocks(toy()), toy(7).state_dict()
     state = {
         k: distribute_tensor(plain[k], v.device_mesh, v.placements)
@@ -163,7 +163,7 @@ def materialising_then_initialising(lib, how):
 
 @case()
 def resetting_parameters_of_norms(lib):
-    """reset_parameters() of modules without random values."""
+    """reset_parameters() works for sharded modules whose initial values are not random."""
     with torch.device("meta"):
         model = nn.Sequential(nn.LayerNorm(5), nn.LayerNorm(5))
     lib.fully_shard(model)
@@ -210,7 +210,7 @@ def an_optimizer_made_after_materialising(lib):
 
 @case()
 def a_model_moved_to_meta_first(lib):
-    """What accelerate does to spare memory."""
+    """A model is sharded on the meta device and then loaded, as accelerate does to save memory."""
     model = toy()
     full = {k: v.clone() for k, v in model.state_dict().items()}
     model = lib.shard_blocks(model.to("meta"))

@@ -55,7 +55,7 @@ def activation_checkpointing(lib, reentrant, order):
         return checkpoint_wrapper(module, checkpoint_impl=impl)
 
     model = toy()
-    if order == "inside":  # the unit is the wrapper
+    if order == "inside":  # the checkpoint wrapper is the unit
         apply_activation_checkpointing(
             model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: isinstance(m, Block)
         )
@@ -70,7 +70,10 @@ def activation_checkpointing(lib, reentrant, order):
 
 
 class Looped(nn.Module):
-    """A layer called several times, each time checkpointed: backwards inside the backward."""
+    """A layer that is called and checkpointed three times.
+
+    The checkpoint is reentrant, so that a backward runs inside of a backward.
+    """
 
     def __init__(self):
         super().__init__()
@@ -84,7 +87,7 @@ class Looped(nn.Module):
 
 
 def looped_steps(lib, model, ranks=None):
-    """The parameters after four steps on the batches of `ranks` (default: this rank's)."""
+    """Return the parameters after four steps on the batches of `ranks` (default: this rank)."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
         for rank in [lib.rank] if ranks is None else ranks:
@@ -98,7 +101,10 @@ def looped_steps(lib, model, ranks=None):
 
 @case(over={"first": BOTH})
 def a_checkpointed_layer_that_is_called_again(lib, first):
-    """The layer is in the first unit, whose input does not train at first, or in a later unit."""
+    """The layer is in the first unit or in a later one.
+
+    The input of the model requires no gradient in the first step.
+    """
     torch.manual_seed(1)
     parts = [Looped(), nn.Linear(3, 3)] if first else [nn.Linear(3, 3), Looped(), nn.Linear(3, 3)]
     model = nn.Sequential(*parts)
@@ -185,7 +191,7 @@ def a_list_under_accumulation(lib):
 
 @case(torch=raises(RuntimeError, "single root module"), fsdpc_does="trains")
 def a_list_as_root(lib):
-    """a list of modules without a module around them"""
+    """fully_shard of a list of modules that have no common parent"""
     first, last = lib.fully_shard([linear(), linear(seed=1)])
     last(torch.tanh(first(inputs(lib)))).sum().backward()
     plain = nn.Sequential(linear(), nn.Tanh(), linear(seed=1))
@@ -209,7 +215,7 @@ class Record:
 
 
 class Box:
-    """An object that no library knows."""
+    """An object of a class in which neither library can find tensors."""
 
     def __init__(self, a):
         self.a = a
@@ -348,7 +354,7 @@ def a_teacher_and_a_student(lib):
 
 @case()
 def generation_token_by_token(lib):
-    """Greedy decoding, the next token fed back."""
+    """Greedy decoding feeds each predicted token back to the model."""
     model = lib.shard_blocks(toy())
     ids = lib.batch()[:1]
     with torch.no_grad():
@@ -359,7 +365,7 @@ def generation_token_by_token(lib):
 
 @case()
 def batches_of_different_lengths(lib):
-    """Each rank's batches have a length of their own."""
+    """The lengths of batches differ between ranks and between steps."""
     model = lib.shard_blocks(toy())
     return lib.full_after(
         model, lambda step: loss_of(model, lib.batch(step)[:, : 2 + lib.rank + step])

@@ -99,7 +99,7 @@ def discarding_what_was_accumulated(lib):
 
 @case()
 def no_sync_and_nothing_else(lib):
-    """A context in which nothing happens."""
+    """An empty no_sync() context changes nothing."""
     model = lib.wrap_blocks(toy())
     with model.no_sync():
         pass
@@ -163,7 +163,7 @@ def clipping_without_gradients(lib):
 
 @case()
 def clipping_gradients_of_one_rank(lib):
-    """Only rank 0's shard holds the parameter."""
+    """Only the shard of rank 0 has elements of the parameter."""
     model = lib.wrap(nn.Linear(1, 1, bias=False), use_orig_params=True)
     model(torch.full((1, 1), 3.0)).sum().backward()
     return model.clip_grad_norm_(1.0), lib.gradients(model)

@@ -1,4 +1,4 @@
-"""The constructor: each argument, what it refuses, what it warns of, what it leaves behind."""
+"""The constructor: its arguments, refused values and warnings, and the state after it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def a_flat_mesh_gives_its_group(lib):
 
 @case(world=3)
 def a_group_of_some_ranks(lib):
-    """Ranks outside of a group train on their own beside the group."""
+    """Ranks 0 and 2 train in one group, while rank 1 trains in another group."""
     halves = [dist.new_group([0, 2]), dist.new_group([1])]
     model = lib.wrap_blocks(toy(), process_group=halves[lib.rank % 2])
     assert model.world_size == (2 if lib.rank % 2 == 0 else 1)
@@ -346,7 +346,10 @@ def the_training_flag_is_passed_on(lib):
     over={"orig": [True, False]},
 )
 def parameters_that_share_memory_before(lib, orig):
-    """Two Parameters over one tensor's memory are two parameters afterwards, in silence."""
+    """Two Parameters share the memory of one tensor.
+
+    torch silently makes them two independent parameters; fsdpc refuses them.
+    """
     model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
     model["b"].weight.data = model["a"].weight.data
     return lib.full(lib.wrap(model, use_orig_params=orig))

@@ -1,4 +1,4 @@
-"""What is asked alike of both interfaces: steps, clipping, accumulation, state dicts."""
+"""Cases that run on both interfaces: steps, clipping, accumulation, state dicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toys import Block, loss_of, toy
 case = Cases(__name__, __file__)
 
 TWO = [door for door in DOORS if door != "original"]
-SHOWN = [door for door in DOORS if door != "flat"]  # parameters by name, in either form
+SHOWN = [door for door in DOORS if door != "flat"]  # the interfaces that show parameters by name
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -105,7 +105,8 @@ def passes_with_and_without_sync(lib, pattern):
     model = lib.units(toy())
     if pattern[-1] == "1":
         return lib.gradients_after(model, pattern)
-    for micro, letter in enumerate(pattern):  # what shows then is not stated
+    # If the last pass does not reduce, .grad is not specified, and the case returns nothing.
+    for micro, letter in enumerate(pattern):
         lib.backward(model, 0, micro, letter == "1")
 
 

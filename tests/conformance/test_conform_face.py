@@ -1,4 +1,4 @@
-"""The module's face: attributes, names, hooks, buffers, inputs and outputs, hooks of the user."""
+"""What the wrapper shows to users: attributes, names, buffers, inputs, outputs and hooks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ SHARDED = [S.FULL_SHARD, S.SHARD_GRAD_OP]
 
 
 class Calls:
-    """A hook's state: counts its calls, and keeps the gradients' numbers of dimensions."""
+    """The state of a communication hook. It counts calls, and records gradients' dimensions."""
 
     def __init__(self):
         self.count = 0
@@ -156,7 +156,7 @@ def scaled_steps(lib, orig):
 
 @case(over={"bad": [0, 1]})
 def an_infinity_on_one_rank(lib, bad):
-    """All ranks skip the step."""
+    """All ranks skip the step if the gradient of one rank is infinite."""
     model = lib.wrap(nn.Linear(8, 4), use_orig_params=True)
     before = lib.full(model)
     optimizer, scale = torch.optim.SGD(model.parameters(), lr=0.1), scaler(lib)
@@ -239,7 +239,7 @@ def a_scaler_without_a_device(lib):
 
 @case()
 def initialising_sharded_parameters(lib):
-    """In-place writes to what parameters() shows outside of a forward."""
+    """In-place writes to model.parameters() outside of a forward change the sharded values."""
     model = lib.wrap_blocks(toy(), use_orig_params=True)
     with torch.no_grad():
         for p in model.parameters():
@@ -258,7 +258,7 @@ def other_data_for_a_parameter(lib):
 
 @case()
 def no_gradient_before_the_step(lib):
-    """p.grad = None for some parameters"""
+    """A step skips the parameters whose .grad was set to None."""
     model = lib.wrap_blocks(toy(), use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model, lib.batch()).backward()
@@ -314,7 +314,7 @@ def clipping_by_torchs_function(lib):
 
 @case(over={"orig": BOTH, "strategy": [S.FULL_SHARD, S.NO_SHARD]})
 def gradients_that_the_user_keeps(lib, orig, strategy):
-    """Lists of .grad, cleared by zero_grad, keep their values during the next backward."""
+    """Kept .grad tensors do not change in the next backward after zero_grad."""
     model = lib.wrap_blocks(toy(), use_orig_params=orig, sharding_strategy=strategy)
     lists, copies = [], []
     for step in range(3):

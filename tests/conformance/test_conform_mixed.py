@@ -27,7 +27,7 @@ class Batch:
 
 
 class Spy(nn.Module):
-    """A module that keeps what it was called with, and which dtypes its parameters had."""
+    """A module that records the arguments of its forward and the dtypes of its parameters."""
 
     def __init__(self, *children):
         super().__init__()
@@ -117,7 +117,7 @@ VALUES = {
 
 
 def dtypes(value):
-    """The structure of a value with dtypes in its tensors' places."""
+    """Return the structure of a value, with each tensor replaced by its dtype."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     if dataclasses.is_dataclass(value):

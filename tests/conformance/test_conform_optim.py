@@ -1,4 +1,4 @@
-"""Optimizer state dicts: FULL and SHARDED, loading them, the five older functions, new keys."""
+"""Optimizer state dicts: FULL and SHARDED ones, loading, the five older functions, and rekeying."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 
 
 def make(lib, seed=0, blocks=True, kind=torch.optim.AdamW, steps=2, model=None, **options):
-    """A model and its optimizer after some steps."""
+    """Return a model and its optimizer after some steps."""
     model = toy(seed) if model is None else model
     model = (lib.wrap_blocks if blocks else lib.wrap)(model, **options)
     extra = {"eps": 1e-3} if kind is not torch.optim.SGD else {"momentum": 0.9}
@@ -44,7 +44,7 @@ def advance(lib, model, optimizer, steps):
 
 
 def told(value):
-    """A state dict in a form that can be compared: shards as their rows, names in order."""
+    """Convert a state dict to a form that can be compared: sorted names, shards as their rows."""
     if isinstance(value, dict):
         return {str(k): told(v) for k, v in sorted(value.items(), key=lambda item: str(item[0]))}
     if isinstance(value, (list, tuple)):
@@ -149,8 +149,10 @@ def hyper_parameters_by_group(lib):
 
 
 def resumed(lib, state_of=None, **options):
-    """The losses of another model (`options`) that goes on from what the first one saved, and the
-    first one's. `state_of` makes the state for the other optimizer, or loads that state itself.
+    """Return the losses of a model that resumes from a first model, and the first model's losses.
+
+    `options` are those of the model that resumes. `state_of` returns the state for that model's
+    optimizer, or loads the state itself and returns None.
     """
     model, optimizer = make(lib)
     weights = model.state_dict()
@@ -169,7 +171,7 @@ def resumed(lib, state_of=None, **options):
 
 @case(over={"kind": [FULL, SHARDED]})
 def resuming(lib, kind):
-    """The resumed run has the same next losses."""
+    """The resumed run has the same next losses as the run that was not interrupted."""
     model, optimizer = make(lib)
     with lib.FSDP.state_dict_type(model, kind):
         weights = model.state_dict()
@@ -248,7 +250,7 @@ def the_given_state_is_not_changed(lib):
 
 @case()
 def loading_nothing(lib):
-    """A state without entries."""
+    """An optimizer state dict without entries can be loaded."""
     model, optimizer = make(lib, steps=0)
     state = lib.FSDP.optim_state_dict(model, optimizer)
     optimizer.load_state_dict(lib.FSDP.optim_state_dict_to_load(model, optimizer, state))
@@ -327,7 +329,10 @@ def keys_of_a_plain_models_state(lib, kind):
 
 @case(torch=wrong("step"), fsdpc_does="gives each parameter its own")
 def steps_of_a_plain_optimizer_from_a_sharded_state(lib):
-    """An unsharded optimizer goes on from a FULL state: each parameter's step counts once"""
+    """An unsharded optimizer resumes from a FULL state.
+
+    The step counter of each parameter must count each step once.
+    """
     model, optimizer = make(lib)
     names = lib.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     plain = toy()
@@ -354,7 +359,7 @@ def keys_there_and_back(lib):
 
 @case()
 def ids_of_a_sharded_models_names(lib):
-    """FULL state of a sharded model, for an unsharded one."""
+    """The FULL state of a sharded model can be loaded into the optimizer of an unsharded model."""
     model, optimizer = make(lib)
     names = lib.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     plain = toy()

@@ -1,4 +1,4 @@
-"""Ranks that do not come, die, raise, or differ: what the others see."""
+"""What a rank sees when another rank is absent, dies, raises, or does something different."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from toys import Block, loss_of, toy
 
 case = Cases(__name__, __file__)
 
-SECONDS = 5  # after which torch's ranks count as hanging; fsdpc's give up a wait after 4
+SECONDS = 5  # torch's ranks count as hanging after this time; fsdpc's FSDPC_TIMEOUT is 4
 BROKEN = any_of(HANGS, wrong(), raises(RuntimeError), dies("SIGABRT"))
 
 
 def names_the_rank(call):
-    """Makes a call that rank 1 does not make: it must raise an error that names rank 1."""
+    """Check that a call, which rank 1 does not make, raises an error that names rank 1."""
     try:
         call()
     except Exception as error:
@@ -38,7 +38,7 @@ def a_state_dict_on_one_rank(lib):
 
 @case(torch=HANGS, fsdpc_does="names the rank that did not come", alone=SECONDS)
 def summon_on_one_rank(lib):
-    """summon_full_params by one rank only"""
+    """summon_full_params called by one rank only"""
     model = lib.wrap_blocks(toy())
     model.check_is_root()
     if lib.rank == 0:
@@ -89,7 +89,7 @@ def options_that_differ(lib):
 
 
 class Swapped(nn.Module):
-    """A module in which each rank runs two blocks in its own order."""
+    """A module that runs two blocks, in reverse order if `swapped`."""
 
     def __init__(self, swapped):
         super().__init__()

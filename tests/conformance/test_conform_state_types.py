@@ -148,7 +148,7 @@ def configurations_are_torchs_own(lib):
 
 
 def shards(value):
-    """The part of a value that this rank holds, with the whole value's type, size and dtype."""
+    """Return this rank's shard of a value, with the type, size and dtype of the whole value."""
     if hasattr(value, "local_shards"):
         return (
             type(value).__name__,
@@ -237,7 +237,7 @@ def rows_of_a_model_with_buffers(lib):
 
 @case()
 def rows_are_unrounded(lib):
-    """Mixed precision does not reach the SHARDED form."""
+    """SHARDED state dicts have the unrounded values, even with mixed precision."""
     mixed = torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)
     model = lib.wrap(toy(), mixed_precision=mixed)
     model(lib.batch())
@@ -261,7 +261,7 @@ def saving_and_loading_the_local_form(lib):
 
 @case(torch=raises(RuntimeError), fsdpc_does="loads what it saved")
 def the_local_form_of_original_parameters(lib):
-    """torch saves it, and cannot load what it saved."""
+    """torch cannot load its own LOCAL state dict with use_orig_params."""
     first, second = (lib.wrap(toy(seed=s), use_orig_params=True) for s in (1, 2))
     state = sharded(lib, first, LOCAL)
     with lib.FSDP.state_dict_type(second, LOCAL):

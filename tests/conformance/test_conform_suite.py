@@ -1,4 +1,4 @@
-"""The suite itself: differences that are planted here are found."""
+"""Tests of the suite: it must find the differences that are planted here."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ BAD_TORCH = {
     "a_rank_of_torch_that_dies_unexpectedly",
     "an_own_assertion_is_no_exception_of_the_library",
 }
-del test_torch, test_fsdpc  # they are called below, where they have to fail
+del test_torch, test_fsdpc  # so that pytest does not run them: some must fail, see test_planted
 
 
 @pytest.mark.parametrize("name", list(case.cases))

@@ -41,7 +41,7 @@ def changes_inside(lib, strategy, writeback, orig):
 
 @case(over={"orig": BOTH})
 def changes_without_writeback_and_sharding(lib, orig):
-    """NO_SHARD: what is shown is the parameter itself."""
+    """With NO_SHARD the context shows the parameters themselves, not copies."""
     model = lib.wrap(toy(), sharding_strategy=S.NO_SHARD, use_orig_params=orig)
     with lib.FSDP.summon_full_params(model, writeback=False):
         fill(model, 0.5)
@@ -264,7 +264,7 @@ def an_exception_inside(lib):
 
 @case()
 def storage_precision_inside(lib):
-    """Mixed precision: what is shown is in the dtype of the master, unrounded."""
+    """With mixed precision the context shows unrounded values in the dtype of the shards."""
     model = lib.wrap_blocks(toy(), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     model(lib.batch())
     values = lib.full(model)

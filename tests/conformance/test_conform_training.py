@@ -159,7 +159,7 @@ def a_module_used_twice_in_a_forward(lib, orig):
 
 
 class Branches(nn.Module):
-    """A module that uses one of its two branches."""
+    """A module with two branches. The caller chooses the branch that forward uses."""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +180,7 @@ def a_unit_that_no_rank_uses(lib, orig):
 
 @case(torch=wrong("decay"), fsdpc_does="leaves it without gradient")
 def weight_decay_and_a_parameter_that_no_rank_used(lib):
-    """A parameter that no rank used, beside used ones: weight decay must not move it."""
+    """Weight decay must not change a parameter that no rank used."""
     model = lib.wrap(Branches(), use_orig_params=True)
     before = lib.full(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
@@ -192,7 +192,7 @@ def weight_decay_and_a_parameter_that_no_rank_used(lib):
 
 @case(torch=wrong("gradients"), fsdpc_does="equals the unsharded model", alone=25)
 def ranks_that_use_different_units(lib):
-    """A mixture of experts whose ranks choose different ones"""
+    """Ranks choose different experts of a mixture of experts."""
     torch.manual_seed(3)
     model = Branches()
     reference = Reference(model, loss_of=lambda m, x: m(x, lib.rank).sum())
@@ -289,7 +289,7 @@ def a_step_after_an_exception_in_forward(lib):
 
 @case(over={"strategy": SHARDED})
 def equal_to_an_unsharded_model(lib, strategy):
-    """Both libraries equal the model without FSDP."""
+    """Losses and gradients of both libraries equal those of an unsharded model."""
     reference = Reference(toy())
     model = lib.wrap_blocks(toy(), sharding_strategy=strategy)
     loss = loss_of(model, lib.batch())

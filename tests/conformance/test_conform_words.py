@@ -1,5 +1,7 @@
-"""Code that catches an error reads its text: where both libraries raise the same type, fsdpc's text
-begins as torch's does. What the other modules refuse is worded in fsdpc's own way.
+"""Texts of errors: where both libraries raise the same type, fsdpc's text begins as torch's does.
+
+Programs that catch an error may read its text. The errors that the other test modules expect have
+texts of fsdpc's own.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ LOCAL = StateDictType.LOCAL_STATE_DICT
 BLOCKS = ModuleWrapPolicy({Block})
 
 LOCAL_ON_A_MESH = "Found state_dict_type LOCAL_STATE_DICT"
-if hasattr(torch_fsdp, "DataParallelMeshDims"):  # torch before 2.13: each sentence an argument
+if hasattr(torch_fsdp, "DataParallelMeshDims"):  # before torch 2.13 the error has several arguments
     LOCAL_ON_A_MESH += (
         ". DeviceMesh is not compatible with LOCAL_STATE_DICT. Please set state_dict_type to "
         "SHARDED_STATE_DICT to get DTensor state_dict."
@@ -193,7 +195,7 @@ def hybrid(lib, strategy, given):
     lib.wrap(toy(), sharding_strategy=strategy, **options)
 
 
-# name -> (program, the error's type, how torch's text begins)
+# name -> (program, type of the error, beginning of torch's text)
 WORDS = {
     "wrapped already": (
         lambda lib: lib.wrap(lib.wrap_blocks(toy()), auto_wrap_policy=BLOCKS),

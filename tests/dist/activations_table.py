@@ -1,4 +1,4 @@
-"""Prints predicted and measured activations, 20 rows, as docs/memory.md summarises them.
+"""Print 20 rows of predicted and measured activations, which docs/memory.md summarises.
 
 torchrun --nproc-per-node=2 tests/dist/activations_table.py
 """

@@ -1,7 +1,9 @@
-"""What the tests of state dicts and checkpoints share: a model with everything in it, models under
-each kind of sharding, whole values out of any of them, and checkpoints on disk.
+"""Helpers that the tests of state dicts and checkpoints share.
 
-A checkpoint that one group of ranks writes and another reads goes through `tmp_path`:
+There are a model with all kinds of entries, models under each kind of sharding, functions that put
+whole values together, and checkpoints on disk.
+
+If one group of ranks writes a checkpoint and another group reads it, pass the folder `tmp_path`:
 
     run_ranks(write, 2, path=str(tmp_path), kind="fsdp1")
     run_ranks(read, 3, path=str(tmp_path), kind="fsdpc")
@@ -28,7 +30,8 @@ FULL = StateDictType.FULL_STATE_DICT
 SHARDED = StateDictType.SHARDED_STATE_DICT
 LOCAL = StateDictType.LOCAL_STATE_DICT
 
-# name -> engine and options; "fsdp2" is torch's fully_shard, "plain" no sharding at all.
+# Name -> engine and options. build() takes two more names: "fsdp2" is torch's fully_shard, and
+# "plain" is no sharding at all.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdpc": ("fsdpc", {"use_orig_params": True}),
     "fsdpc-flat": ("fsdpc", {"use_orig_params": False}),
@@ -40,8 +43,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Mixed(nn.Module):
-    """Buffers of all kinds, a tie, 0-dim, frozen, integer and low precision parameters, extra
-    state, a module at two places.
+    """A model with entries of many kinds.
+
+    It has buffers of all kinds, tied parameters, a 0-dim parameter, a frozen parameter, integer and
+    low-precision parameters, extra state, and one module at two places.
     """
 
     def __init__(self) -> None:
@@ -80,7 +85,7 @@ def mixed(seed: int = 0) -> Mixed:
 
 
 def build(kind: str, model: nn.Module | None = None, **options: Any) -> nn.Module:
-    """The model (default: a Toy) under a kind of sharding, a unit per Block. Collective."""
+    """Shard the model (default: a Toy) as `kind` says, with one unit per Block. Collective."""
     model = toy() if model is None else model
     if kind == "plain":
         return model
@@ -100,7 +105,7 @@ def build(kind: str, model: nn.Module | None = None, **options: Any) -> nn.Modul
 
 
 def hybrid(mesh: bool) -> dict[str, Any]:
-    """Options of HYBRID_SHARD on four ranks, by a mesh or by groups."""
+    """Return the options of HYBRID_SHARD on four ranks, as a mesh or as process groups."""
     if mesh:
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         options: dict[str, Any] = {"device_mesh": both}
@@ -112,8 +117,9 @@ def hybrid(mesh: bool) -> dict[str, Any]:
 
 
 def whole(value: Any) -> Any:
-    """A value of a state dict, or dicts of values, at full size, on every rank. Collective for
-    distributed values, and one exchange for all ShardedTensors.
+    """Return a value of a state dict, or a dict of such values, with whole tensors on every rank.
+
+    Collective for distributed values. One collective gathers all ShardedTensors.
     """
     leaves, form = tree_flatten(value)
     sharded = iter(whole_of_sharded([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]))
@@ -127,7 +133,7 @@ def whole_of_one(value: Any, sharded: Iterator[Tensor]) -> Any:
 
 
 def whole_of_sharded(values: list[ShardedTensor]) -> list[Tensor]:
-    """The values put together by the shards' metadata, which must cover every element once."""
+    """Put values together by the metadata of their shards, which must cover every element once."""
     if not values:
         return []
     groups = {value._process_group for value in values}
@@ -151,7 +157,7 @@ def put_together(value: ShardedTensor, shards: list[tuple[list[int], Tensor]]) -
 
 
 def same(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Checks for equal keys in equal order, dtypes, shapes and values; `got` may be distributed."""
+    """Check that keys, order, dtypes, shapes and values are equal; `got` may be distributed."""
     assert list(got) == list(expected)
     full = whole(dict(got))
     for key, value in expected.items():
@@ -164,21 +170,21 @@ def same(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def typed(model: nn.Module, kind: StateDictType = SHARDED, config: Any = None) -> Any:
-    """`state_dict_type` of the class that the model's units have."""
+    """Return the context `state_dict_type` of the units' class, torch's or fsdpc's."""
     units = [m for m in model.modules() if hasattr(type(m), "state_dict_type")]
     return type(units[0]).state_dict_type(model, kind, config)
 
 
 def save(path: str, state: dict[str, Any]) -> None:
-    """A checkpoint by torch.distributed.checkpoint. Collective."""
+    """Save a checkpoint with torch.distributed.checkpoint. Collective."""
     dcp.save(state, checkpoint_id=path)
 
 
 def load(path: str, state: dict[str, Any]) -> None:
-    """Fills `state` in place from a checkpoint, resharding what it must. Collective."""
+    """Fill `state` in place from a checkpoint, with resharding where needed. Collective."""
     dcp.load(state, checkpoint_id=path)
 
 
 def dcp_state_dict() -> Any:
-    """torch.distributed.checkpoint.state_dict, imported when it is needed."""
+    """Return the module torch.distributed.checkpoint.state_dict, imported on first use."""
     return importlib.import_module("torch.distributed.checkpoint.state_dict")

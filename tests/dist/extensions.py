@@ -1,4 +1,4 @@
-"""Tensors that bring their own gather, as libraries write them (torch's extension interface)."""
+"""Tensor classes with hooks for their own all-gather (torch's extension interface)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 
 class Pair(TwoTensor):
-    """Two plain tensors of the outer shape, both gathered."""
+    """A tensor of two plain tensors of the same shape, which are both gathered."""
 
     @staticmethod
     def __tensor_unflatten__(inner, meta, size, stride):
@@ -25,7 +25,7 @@ class Pair(TwoTensor):
         a, b = outputs
         if out is None:
             return Pair(a.to(param_dtype), b.to(param_dtype)), (a, b)
-        if a.dtype == param_dtype:  # the same memory as at the first gather
+        if a.dtype == param_dtype:  # the outputs lie in the memory of the first gather
             assert a.untyped_storage().data_ptr() == out.a.untyped_storage().data_ptr()
             assert b.untyped_storage().data_ptr() == out.b.untyped_storage().data_ptr()
         else:
@@ -47,8 +47,10 @@ class Pair5(Pair):
 
 
 class Coded(torch.Tensor):
-    """Travels as 8-bit integers with a scale for each row, and computes in the parameter's dtype:
-    two tensors of other sizes and dtypes than the parameter, and metadata.
+    """A tensor that is gathered as 8-bit integers with a scale for each row.
+
+    The gather has two tensors, whose sizes and dtypes differ from the parameter's, and metadata.
+    The gathered values have the parameter's dtype.
     """
 
     calls = {"pre": 0, "first": 0, "out": 0}
@@ -108,7 +110,7 @@ class Coded(torch.Tensor):
 
 
 class Padded(Coded):
-    """Travels as 8-bit integers alone, of padded size on each rank: rows need not be even."""
+    """A Coded that is gathered without scales. Ranks may have different numbers of rows."""
 
     def encode(self, padded, outer_size):
         return ((padded * 256).round().clamp(-127, 127).to(torch.int8),), tuple(outer_size)
@@ -120,7 +122,7 @@ class Padded(Coded):
 
 
 class CodedEven(Coded):
-    """A Coded whose gather has the short signature, which does not pad."""
+    """A Coded whose ``fsdp_pre_all_gather`` has the short signature and does not pad."""
 
     def fsdp_pre_all_gather(self, mesh):
         return self.encode(self._data, self._data.shape)
@@ -131,7 +133,7 @@ class CodedEven(Coded):
 
 
 def patch(local: Any, seen: list[Any]) -> None:
-    """Give one plain tensor object a gather in bfloat16, as programs do after ``fully_shard``."""
+    """Set hooks on one tensor so that it is gathered in bfloat16; `seen` gets the meshes."""
 
     def pre(mesh, outer_size, outer_stride, module, mp_policy):
         seen.append(mesh)

@@ -1,5 +1,6 @@
-"""A sharded model and its unsharded reference that make the same steps, whose parameters are frozen
-and unfrozen together.
+"""Training of a sharded model beside an unsharded reference that makes the same steps.
+
+The parameters of both models are frozen and unfrozen together.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ every_strategy = pytest.mark.parametrize(
 
 
 def sharded(strategy: ShardingStrategy, world: int) -> dict[str, Any]:
-    """Options of a ``Pair``: the strategy, its mesh, and the groups that share gradients' sums."""
+    """Return options of a ``Pair``: the strategy, its mesh, and its sharding groups."""
     options: dict[str, Any] = {"sharding_strategy": strategy}
     if strategy is ShardingStrategy.NO_SHARD:
         options["groups"] = [[r] for r in range(world)]
@@ -46,7 +47,7 @@ def sharded(strategy: ShardingStrategy, world: int) -> dict[str, Any]:
 
 
 def params_of(model: nn.Module, path: str) -> list[nn.Parameter]:
-    """The parameters below (or at) a path of the unwrapped model; "" for all."""
+    """Return the parameters at or below a path of the unwrapped model; "" is the whole model."""
     found = [p for name, p in model.named_parameters() if under(clean(name), path)]
     assert found, f"no parameter at {path}"
     return found
@@ -57,7 +58,7 @@ def under(name: str, path: str) -> bool:
 
 
 class Pair:
-    """`sharded` and `reference`, each with an AdamW optimizer over all its parameters."""
+    """A sharded model and its unsharded reference, each with an optimizer of all its parameters."""
 
     def __init__(
         self,
@@ -99,13 +100,13 @@ class Pair:
         return tokens(self.rank, self.step_number, micro)
 
     def accumulate(self, micro: int = 0) -> None:
-        """One backward without communication."""
+        """Run one backward without communication on both models."""
         with self.model.no_sync():
             loss_of(self.model, self.batch(micro)).backward()
         self.reference.backward(self.batch(micro), sync=False)
 
     def backward(self, between: Callable[[], None] = lambda: None) -> None:
-        """`between` is called between forward and backward."""
+        """Run forward and backward of both models, and call `between` between the two."""
         loss = loss_of(self.model, self.batch())
         if between:
             expected = self.reference.forward(self.batch())
@@ -117,16 +118,21 @@ class Pair:
         loss.backward()
 
     def step(self, between: Callable[[], None] = lambda: None, *, zero: bool = True) -> None:
-        """Backward, comparison, optimizer step, comparison."""
+        """Run a backward, compare gradients, step the optimizers, and compare parameters."""
         self.backward(between)
         self.compare_gradients()
         self.apply(zero=zero)
 
     def follow(self, *steps: str) -> None:
-        """One step per text. Words are done before its forward, or behind "|" between forward and
-        backward: "+path" trains what is below a path ("all": everything), "-path" freezes it, a
-        digit is a micro-batch without communication, "eval" a forward without gradients. "keep"
-        leaves the gradients in place; "none": nothing is trained, so there is no backward.
+        """Run one step for each text of `steps`.
+
+        The words of a text are commands. They are executed before the step's forward, or between
+        forward and backward if they stand behind "|". "+path" makes the parameters below a path
+        trainable, and "-path" freezes them ("all" is every parameter). A digit is the number of a
+        micro-batch that runs without communication. "eval" is a forward without gradients.
+
+        "keep" leaves the gradients in place after the step. "none" says that nothing is trainable,
+        so that there is no backward.
         """
         for text in steps:
             before, _, between = text.partition("|")
@@ -155,7 +161,7 @@ class Pair:
         )
 
     def flat_aware(self, missing: set[str]) -> bool:
-        """True if `missing` gradients may be zeros instead of None, as inside a flat parameter."""
+        """Return True if `missing` is empty, or if parameters are flat and show zeros, not None."""
         return not missing or not self.model._use_orig_params
 
     def apply(self, *, zero: bool = True) -> None:

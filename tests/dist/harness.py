@@ -1,12 +1,15 @@
-"""Runs a function on several ranks of this host, quickly and with a deadline.
+"""Run a function on several ranks of this host, quickly and with a deadline.
 
 One process per pytest run, the root, has torch and fsdpc imported. Each process of pytest-xdist has
-a template process, which is forked from the root, imports test modules and forks the ranks of tests
-(a few milliseconds each), so that nothing a file does survives in the next one and no thread of
-pytest's own process is ever forked. Items of a file that `@ranks` runs on as many ranks with the
-same environment share them, one after the other, each in a process group of its own: what a process
-does for the first time is a third of what items cost. New ranks are forked after an item that
-raised, that left a function of its own in a module's place, or that is `alone`.
+a template process. The template is forked from the root, imports test modules, and forks the ranks
+of tests, which takes a few milliseconds per rank. Each file gets new ranks, so nothing that a file
+does in a rank survives in the next file. No thread of pytest's own process is ever forked.
+
+Items of one file that `@ranks` runs on the same number of ranks with the same environment share
+their ranks. The ranks run one item after the other, each in a new process group. A third of an
+item's time is work that a process does only once, and sharing saves this time. New ranks are forked
+after an item that raised, that left one of its functions in a module, or that is `alone`.
+
 Each rank has one intra-op thread, a gloo process group over a file store, a short FSDPC_TIMEOUT,
 FSDPC_POISON=1 and its own log. The template watches the ranks: it collects their results, delivers
 the signals that tests ask for, prints every Python stack when the deadline passes, and leaves no
@@ -20,8 +23,8 @@ process behind, even if pytest is killed.
     outcomes = run_ranks(function, 3, faults=True, phase="forward")   # ranks may die: list[Outcome]
 
 Functions are found by module and name, so they must stand at the top level of a test module; their
-arguments and results are pickled. Ranks hold still after they returned until all have, so that no
-rank sees another one leave; a rank that raises ends at once.
+arguments and results are pickled. A rank that has returned waits until all ranks have returned, so
+that no rank sees another rank leave; a rank that raises ends at once.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ TEMPLATE_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for GPUs must not start CUDA before the fork
 }
-# Every rank that uses their kind of model, checkpoint or optimizer would import these otherwise.
+# Modules that the root imports, so that not every rank has to import them.
 LOADED_BY_RANKS = """
     encodings.ascii jitter fsdpc._fsdp2.module fsdpc.plan.report fsdpc._companions.foreign
     fsdpc._companions.runs fsdpc._companions.stepping torch.profiler._cupti_monitor
@@ -78,7 +81,7 @@ LOADED_BY_RANKS = """
 
 
 class RankFailure(AssertionError):
-    """A rank of a test raised, died or did not end in time; the text holds every rank's story."""
+    """A rank of a test raised, died or did not end in time; the text tells how each rank failed."""
 
 
 @dataclasses.dataclass
@@ -95,7 +98,7 @@ class Outcome:
     signalled_at: float | None = None  # when a signal asked for by signal_rank was sent
     stopped: bool = False  # SIGSTOP was sent to the rank, and no SIGCONT after it
     expired: bool = False  # the rank was still running at the deadline
-    changed: bool = False  # whether the call left a test's function or class in a module
+    changed: bool = False  # whether the call replaced a function or class of a library
     log: str = ""
 
     @property
@@ -112,11 +115,12 @@ def ranks(
     env: dict[str, str] | None = None,
     alone: bool = False,
 ):
-    """Decorator: runs the test function once per rank, for each of the world sizes.
+    """Return a decorator that runs the test function on each rank, once per world size.
 
-    The function gets `rank` and `world` and whatever pytest parametrises. Exceptions of any rank
-    fail the test. `env` is set in the ranks before the function is called. `alone`: in new ranks,
-    which end with the test, because it changes or measures what a process keeps.
+    The function gets `rank`, `world` and the arguments that pytest parametrises. An exception of
+    any rank fails the test. `env` is set in the ranks before the function is called. With `alone`
+    the test gets new ranks, which end with the test. A test needs `alone` if it changes or measures
+    what a process keeps.
     """
     import pytest
 
@@ -154,13 +158,13 @@ def run_ranks(
     shared: bool = False,
     **arguments: Any,
 ) -> list[Any]:
-    """Runs `function(rank, world, **arguments)` on `world` ranks.
+    """Run `function(rank, world, **arguments)` on `world` ranks.
 
     Returns the ranks' return values, in rank order, and raises RankFailure if a rank did not
-    return one. With `faults=True` ranks may raise, die or be stopped: returns list[Outcome], and
+    return. With `faults=True` ranks may raise, die or be stopped: the result is list[Outcome], and
     only a rank that is still running at the deadline is a failure. With `on_device=False` the ranks
-    have no simulated GPU, whatever the option says. With `shared`, ranks of an earlier call may run
-    this one, and later calls may run on these ranks.
+    have no simulated GPU, whatever `pytest --gpu` says. With `shared`, ranks of an earlier call may
+    run this call, and later calls may run on these ranks.
     """
     environment = {
         "FSDPC_TIMEOUT": str(PEER_TIMEOUT_S),
@@ -169,7 +173,8 @@ def run_ranks(
         **(env or {}),
         **host_environment(world, env or {}),
     }
-    # A rank enters a host once. Sharing ranks of a real GPU has not been tried.
+    # If `new`, the call gets ranks of its own: a process can enter a host only once, and sharing
+    # the ranks of a real GPU has not been tried.
     new = "MASTER_ADDR" in environment or os.environ.get("FSDPC_TEST_GPU") == "cuda"
     request = {
         "file": inspect.getfile(getattr(function, "rank_function", function)),
@@ -196,7 +201,7 @@ def run_ranks(
 
 
 def gpu_environment(module: str = "") -> dict[str, str]:
-    """What `pytest --gpu sim` adds to the environment of ranks that run a module's functions."""
+    """Return what `pytest --gpu` adds to the environment of ranks that run a module's functions."""
     if os.environ.get("FSDPC_TEST_GPU") == "cuda":
         return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
     if os.environ.get("FSDPC_TEST_GPU") != "sim":
@@ -207,11 +212,11 @@ def gpu_environment(module: str = "") -> dict[str, str]:
     name = module.rpartition(".")[2]
     watched = name not in UNWATCHED and name in os.environ.get("FSDPC_TEST_WATCHED", name).split()
     watch = {} if watched else {"FSDPC_TEST_WATCH": "0"}
-    return env.environment(**watch, SIMNCCL_RANK_ORDER="1")  # sums in the references' order
+    return env.environment(**watch, SIMNCCL_RANK_ORDER="1")  # sums in rank order, as references do
 
 
 def host_environment(world: int, env: dict[str, str]) -> dict[str, str]:
-    """What `pytest --hosts N` adds: the ranks of a test are on several hosts."""
+    """Return what `pytest --hosts N` adds to the environment: the ranks are on several hosts."""
     hosts = int(os.environ.get("FSDPC_TEST_HOSTS", "1"))
     if hosts == 1 or world == 1 or "FSDPC_TEST_PLACES" in env:
         return {}
@@ -222,7 +227,7 @@ def host_environment(world: int, env: dict[str, str]) -> dict[str, str]:
 
 
 def describe(outcomes: list[Outcome], headline: str) -> str:
-    """The story of all ranks, the one that failed first at the top."""
+    """Describe what happened to the failed ranks; the rank that failed first comes first."""
     failed = [o for o in outcomes if not o.returned]
     failed.sort(key=lambda o: o.finished_at or float("inf"))
     lines = [f"{headline} ({len(failed)} of {len(outcomes)} ranks, first to fail first)"]
@@ -246,8 +251,10 @@ def template_environment() -> dict[str, str]:
 
 
 class Root:
-    """Handle of the process that templates are forked from, so that torch is imported once for all
-    processes of pytest-xdist. The root imports nothing before the first template is asked for.
+    """Handle of the process that templates are forked from.
+
+    torch is imported only once for all processes of pytest-xdist. The root imports nothing before
+    the first template is requested.
     """
 
     VARIABLE = "FSDPC_TEST_ROOT"  # the name of the root's socket, for processes that pytest starts
@@ -262,7 +269,7 @@ class Root:
                 [sys.executable, __file__, str(listener.fileno())],
                 pass_fds=[listener.fileno()],
                 env=template_environment(),
-                start_new_session=True,  # Ctrl-C goes to pytest alone, which then closes sockets
+                start_new_session=True,  # Ctrl-C reaches only pytest, which then closes its sockets
             )
             os.environ[cls.VARIABLE] = listener.getsockname().hex()
         atexit.register(cls.close)
@@ -309,7 +316,7 @@ class Template:
 
     def __init__(self) -> None:
         self.socket = Root.connect()
-        self.socket.settimeout(DEADLINE_S)  # the first template waits for imports
+        self.socket.settimeout(DEADLINE_S)  # the first template waits for the imports of the root
         send(self.socket, pickle.dumps(template_environment()))
         self.process = os.pidfd_open(pickle.loads(receive(self.socket)))
 
@@ -321,7 +328,7 @@ class Template:
         try:
             send(self.socket, pickle.dumps(request))
             return [Outcome(**fields) for fields in pickle.loads(receive(self.socket))]
-        except BaseException as error:  # Ctrl-C too: the template ends its ranks when it sees this
+        except BaseException as error:  # Ctrl-C, too: closing the socket ends the ranks
             Template.close()
             if isinstance(error, (OSError, EOFError)):
                 raise RankFailure(f"the template process ended or hung: {error!r}") from error
@@ -334,15 +341,17 @@ _channel: socket.socket | None = None
 
 
 def signal_rank(rank: int, number: int, after: float = 0.0) -> None:
-    """From a rank: has the template send a signal to a rank, in `after` seconds."""
+    """Ask the template, from a rank, to send a signal to a rank after `after` seconds."""
     assert _channel is not None
     send(_channel, pickle.dumps(("signal", rank, int(number), after)))
 
 
 def shorten_deadlines(seconds: float = 1.0, *, here: bool = True) -> None:
-    """Collective. From here on waits of this rank (if `here`) for others of a segment end after
-    `seconds`: a test has its ranks come this far, however slowly, and then waits only for one that
-    it keeps away. Other kinds of communicators keep FSDPC_TIMEOUT."""
+    """Collective. If `here`, limit this rank's waits in communicators of kind "shm" to `seconds`.
+
+    The call first waits for all ranks, however slow they are. After the call, a long wait means
+    that the test keeps a rank away. Other kinds of communicators keep FSDPC_TIMEOUT.
+    """
     import torch.distributed as dist
 
     from fsdpc import _probe
@@ -355,7 +364,7 @@ def shorten_deadlines(seconds: float = 1.0, *, here: bool = True) -> None:
 
 
 def die() -> None:
-    """Ends this rank with SIGKILL, now."""
+    """End this rank with SIGKILL at once."""
     signal_rank(own_rank(), signal.SIGKILL)
     time.sleep(600)
 
@@ -365,7 +374,7 @@ def own_rank() -> int:
 
 
 def run_rank(channel: socket.socket, request: dict[str, Any], rank: int, folder: str) -> None:
-    """Body of a forked rank; never returns."""
+    """Run the calls of a forked rank; this function never returns."""
     global _channel
     _channel = channel
     log = os.open(os.path.join(folder, f"log{rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -388,7 +397,7 @@ def run_rank(channel: socket.socket, request: dict[str, Any], rank: int, folder:
         send(channel, pickle.dumps(("report", fields)))
         if "error" in fields:
             os._exit(0)
-        try:  # the template closes its end when all ranks are done
+        try:  # fails when the template closes the channel to end the rank
             request, folder = pickle.loads(receive(channel))
         except (EOFError, OSError):
             os._exit(0)
@@ -397,12 +406,12 @@ def run_rank(channel: socket.socket, request: dict[str, Any], rank: int, folder:
 
 
 def fields_of(request: dict[str, Any], rank: int, folder: str) -> dict[str, Any]:
-    """What the template is told about one call."""
+    """Call the function once, and return the report for the template."""
     fields: dict[str, Any] = {"rank": rank}
     try:
         fields["value"] = call_function(request, rank, folder)
         fields["finished_at"] = time.monotonic()
-        if "on_gpu" in sys.modules:  # the template must not touch CUDA
+        if "on_gpu" in sys.modules:  # host memory, as the template must not use CUDA
             fields["value"] = sys.modules["on_gpu"].in_host_memory(fields["value"])
         pickle.dumps(fields)
     except BaseException as error:
@@ -416,7 +425,7 @@ def fields_of(request: dict[str, Any], rank: int, folder: str) -> dict[str, Any]
 
 
 class Before:
-    """What a rank was before its first call; the rank comes back to this before each later call."""
+    """The state of a rank before its first call; the rank restores it before each later call."""
 
     def __init__(self) -> None:
         import numpy
@@ -426,7 +435,7 @@ class Before:
         self.functions = functions_of_modules()
 
     def changed(self) -> bool:
-        """Whether the call put a function or class of a test in the place of another."""
+        """Return whether a function or class of `self.functions` is now one that a test defined."""
         return any(
             space.get(name) is not value and not of_library(space.get(name))
             for space, before in self.functions
@@ -453,14 +462,14 @@ class Before:
 
 
 def of_library(value: Any) -> bool:
-    """Whether fsdpc or torch defined the value: both replace some functions on first use."""
+    """Return whether a library defined the value: libraries replace functions on first use, too."""
     if hasattr(value, "__code__"):
         return not value.__code__.co_filename.startswith(str(Path(__file__).parents[1]))
     return str(getattr(value, "__module__", "")).partition(".")[0] in ("fsdpc", "torch")
 
 
 def functions_of_modules() -> list[tuple[Any, dict[str, Any]]]:
-    """Namespaces of fsdpc, and of others that tests change, with their functions and classes."""
+    """Return the namespaces that tests may change, each with its functions and classes by name."""
     import torch
     import torch.distributed as dist
 
@@ -501,7 +510,9 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
 
     from fsdpc.plan import noticed
 
-    noticed.PROCESS = os.getpid()  # else each model reads the table of all pages, in 5 ms
+    # In a forked process, fsdpc measures the memory for each model in a way that takes 5 ms. With
+    # this assignment, fsdpc takes the process for one that was not forked.
+    noticed.PROCESS = os.getpid()
     layout = laid_out(os.environ.get("FSDPC_TEST_LAYOUT", "flat"))
     delays = jitter.delays_of(rank, module.__name__)
     with device_watch(request["faults"]), delays, layout, warnings.catch_warnings():
@@ -514,8 +525,9 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
 
 
 def wait_for_connections(folder: str, rank: int, world: int) -> None:
-    """Returns when every rank is connected: a rank that a test kills at once must not fail another
-    rank's `init_process_group`.
+    """Wait until every rank is connected.
+
+    Otherwise a rank that a test kills at once would make another rank's `init_process_group` fail.
     """
     Path(folder, f"connected{rank}").touch()
     waiting = {Path(folder, f"connected{other}") for other in range(world)}
@@ -525,7 +537,7 @@ def wait_for_connections(folder: str, rank: int, world: int) -> None:
 
 @contextmanager
 def laid_out(layout: str) -> Iterator[None]:
-    """In "rows", new units with use_orig_params are cut between the rows of their parameters."""
+    """In layout "rows", cut new units with use_orig_params between the rows of their parameters."""
     from fsdpc._engine.unit import Unit
 
     before = Unit.__init__
@@ -542,7 +554,7 @@ def laid_out(layout: str) -> Iterator[None]:
 
 
 def device_watch(faults: bool) -> AbstractContextManager[None]:
-    """On the simulated GPU what torch's operators touch is declared, and races fail the test."""
+    """On the simulated GPU, declare what torch's operators touch, so that races fail the test."""
     if "FSDPC_LIBCUDA" not in os.environ:
         return nullcontext()
     import watch
@@ -551,7 +563,7 @@ def device_watch(faults: bool) -> AbstractContextManager[None]:
 
 
 def import_test_module(name: str, file: str) -> Any:
-    """The test module under the name that pytest gave it, so that pickles agree."""
+    """Import the test module under the name that pytest gave it, because pickles have that name."""
     module = sys.modules.get(name)
     if module is not None and getattr(module, "__file__", None) == file:
         return module
@@ -588,13 +600,13 @@ class RankProcess:
     exit_signal: int | None = None
     stopped: bool = False
     signalled_at: float | None = None
-    story: str | None = None  # the rank's log, once it has ended
+    story: str | None = None  # the rank's log, after the rank has ended
 
 
 class World:
-    """The ranks of a test, or of several one after the other, from fork to the last one's end."""
+    """The ranks of one test, or of several tests one after the other, until the last rank ends."""
 
-    kept: dict[Any, World] = {}  # worlds that wait for a request, by what calls have in common
+    kept: dict[Any, World] = {}  # common(last request) -> the World whose ranks wait for a request
 
     def __init__(self, control: socket.socket) -> None:
         self.control = control
@@ -634,7 +646,7 @@ class World:
         return [self.outcome(p) for p in self.processes]
 
     def begin(self) -> None:
-        """Has the ranks call the function, in a folder of the call's own."""
+        """Make the ranks call the function, in a new folder for this call."""
         self.calls += 1
         folder = os.path.join(self.folder, str(self.calls))
         os.mkdir(folder)
@@ -645,7 +657,7 @@ class World:
         for process in self.processes:
             process.outcome = process.signalled_at = None
             process.channel.setblocking(True)
-            with suppress(OSError):  # the rank has ended, which its channel tells
+            with suppress(OSError):  # the rank has ended, which read() will find out
                 send(process.channel, pickle.dumps((self.request, folder)))
             process.channel.setblocking(False)
 
@@ -674,7 +686,7 @@ class World:
         return all(p.outcome or p.exited or (stopped and p.stopped) for p in self.processes)
 
     def failed(self) -> bool:
-        """One failure decides the test, but the other ranks' stories are worth a moment."""
+        """Return whether a rank has failed; the other ranks then get GRACE_S to end and report."""
         if any(p.exited or (p.outcome and not p.outcome.returned) for p in self.processes):
             self.first_failure = min(self.first_failure, time.monotonic())
             return True
@@ -783,7 +795,7 @@ class World:
 
 
 def common(request: dict[str, Any]) -> Any:
-    """What calls of the same ranks have in common."""
+    """Return what two calls must have in common to run on the same ranks."""
     return request["world"], tuple(sorted(request["env"].items())), request["on_device"]
 
 
@@ -802,7 +814,7 @@ def log_size(process: RankProcess) -> int:
 
 
 def root_main(fd: int) -> None:
-    """The root's loop: forks a template for each connection, until its pytest ends."""
+    """Run the root: fork a template for each connection, until pytest ends."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.socket(fileno=fd)
@@ -826,9 +838,9 @@ def reap_templates(*_: object) -> None:
 
 
 def import_for_templates() -> None:
-    gc.disable()  # a tenth of the time that the imports take
+    gc.disable()  # collections would take a tenth of the time of the imports
     import torch
-    import torch._dynamo  # seconds that the first optimizer of every rank would pay otherwise
+    import torch._dynamo  # takes seconds; else each rank's first optimizer imports it
     import torch.distributed.algorithms._checkpoint.checkpoint_wrapper
     import torch.distributed.fsdp  # noqa: F401
 
@@ -844,10 +856,10 @@ def import_for_templates() -> None:
         for name in fsdpc.__all__:  # loads what the package loads on first use
             getattr(fsdpc, name)
         for name in LOADED_BY_RANKS:
-            with suppress(ModuleNotFoundError):  # only some versions of torch have it
+            with suppress(ModuleNotFoundError):  # only some versions of torch have the module
                 importlib.import_module(name)
     except ImportError:
-        traceback.print_exc()  # the tests that need fsdpc fail in their ranks, saying why
+        traceback.print_exc()  # the tests that need fsdpc fail in their ranks and give the reason
     if os.environ.get("FSDPC_TEST_GPU") != "cuda":
         importlib.import_module("warm").up()
     gc.enable()
@@ -856,7 +868,7 @@ def import_for_templates() -> None:
 
 
 def template_main(control: socket.socket) -> None:
-    """The template's loop: one request in, one list of outcomes out, until pytest closes."""
+    """Run the template: answer each request with a list of outcomes, until pytest ends."""
     die_with_parent()
     os.setsid()
     environment = pickle.loads(receive(control))
@@ -876,7 +888,7 @@ def template_main(control: socket.socket) -> None:
         sys.path[:] = request["path"]
         importlib.invalidate_caches()
         import_for_all(request)
-        gc.freeze()  # else each collection in a rank visits, and so copies, all that torch has made
+        gc.freeze()  # else a collection in a rank would write to, and so copy, all objects of torch
         world = World.kept.pop(common(request), None) if request["shared"] else None
         outcomes = (world or World(control)).run(request)
         try:
@@ -886,8 +898,9 @@ def template_main(control: socket.socket) -> None:
 
 
 def use_huge_pages() -> None:
-    """Moves this process's memory into huge pages, where the kernel has MADV_COLLAPSE: the tables
-    of small pages are most of what the fork and the end of a rank cost.
+    """Move this process's memory into huge pages, if the kernel has MADV_COLLAPSE.
+
+    The page tables of small pages are most of what the fork and the end of a rank cost.
     """
     size, madv_collapse = 2 << 20, 25
     madvise = ctypes.CDLL(None).madvise
@@ -897,17 +910,17 @@ def use_huge_pages() -> None:
         begin, end = (int(address, 16) for address in addresses.split("-"))
         begin, end = -(-begin // size) * size, end // size * size
         if access == "rw-p" and inode == "0" and begin < end:
-            madvise(begin, end - begin, madv_collapse)  # fails where nothing was used yet
+            madvise(begin, end - begin, madv_collapse)  # fails for memory that nothing has used yet
 
 
 def import_for_all(request: dict[str, Any]) -> None:
-    """Imports the test module, and what it says that its ranks load, before they are forked."""
+    """Import the test module and its LOADED_BY_RANKS before the ranks are forked."""
     try:
         module = import_test_module(request["module"], request["file"])
         for name in getattr(module, "LOADED_BY_RANKS", ()):
             importlib.import_module(name)
     except Exception:
-        traceback.print_exc()  # the ranks try again and report it
+        traceback.print_exc()  # the ranks import the module again, and report the error
 
 
 def die_with_parent() -> None:
@@ -935,5 +948,5 @@ def receive_exactly(sock: socket.socket, size: int) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.modules["harness"] = sys.modules["__main__"]  # the ranks' own `import harness` is this one
+    sys.modules["harness"] = sys.modules["__main__"]  # for `import harness` in ranks
     root_main(int(sys.argv[1]))

@@ -1,10 +1,12 @@
-"""Random delays in the ranks, so that races show: FSDPC_TEST_JITTER=seed, `pytest --jitter seed`.
-Tests whose graphs race most always have delays (seed 1). An empty FSDPC_TEST_JITTER disables all.
+"""Random delays in the ranks, which make races more likely to show.
+
+FSDPC_TEST_JITTER=seed or `pytest --jitter seed` sets the seed. If no seed is set, only the test
+files in ALWAYS have delays, with seed 1. An empty FSDPC_TEST_JITTER disables all delays.
 
 A rank sleeps for up to a few milliseconds before and after modules' forwards, before nodes of the
-autograd graph (those of outputs, and some above them, gradient accumulation too) and around the
-optimizer's step. Which ones is drawn from the seed and the rank, in phases in which a rank is quick
-or slow, so that ranks drift apart. No value may change.
+autograd graph (those of outputs and some nodes above them, also gradient accumulation), and around
+the optimizer's step. The seed and the rank decide where. A rank is in turn quick and slow, so that
+the ranks drift apart. The delays must not change any result of a test.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 LONGEST_S = 0.004
-PHASE = 25  # places a rank passes before it draws again whether it is slow
-BUDGET_S = 4.0  # all sleeps of a rank together
-ABOVE = 3  # levels of the graph above an output whose nodes may be delayed
-ALWAYS = ("test_features_graph", "test_features_experts", "test_late_")  # begins of files' names
+PHASE = 25  # after this many calls of wait(), a rank draws a new probability of sleeping
+BUDGET_S = 4.0  # the most that a rank sleeps in total
+ABOVE = 3  # number of levels of the graph, from an output upwards, whose nodes may be delayed
+ALWAYS = ("test_features_graph", "test_features_experts", "test_late_")  # starts of file names
 
 
 class Delays:
-    """When this rank sleeps."""
+    """The random delays of this rank."""
 
     def __init__(self, seed: str, rank: int, budget: float = BUDGET_S) -> None:
         self.budget = budget
@@ -32,7 +34,7 @@ class Delays:
         self.passed, self.slept, self.chance = 0, 0.0, 0.0
 
     def wait(self, *_: Any) -> None:
-        """A place where this rank may be late."""
+        """Sleep for a random time, or not at all."""
         if self.passed % PHASE == 0:
             self.chance = self.random.choice([0.0, 0.05, 0.3, 0.6])
         self.passed += 1
@@ -50,7 +52,7 @@ class Delays:
         self.wait()
 
     def nodes_of(self, output: Any) -> list[Any]:
-        """Some of the nodes that made an output."""
+        """Return some of the autograd nodes that made an output."""
         import torch
         from torch.utils._pytree import tree_leaves
 
@@ -67,7 +69,7 @@ class Delays:
 
 
 def delays_of(rank: int, module: str) -> Any:
-    """The context in which a rank runs a test of the module; does nothing without a seed."""
+    """Return the context in which a rank runs a module's tests, with delays if there is a seed."""
     always = "1" if module.rpartition(".")[2].startswith(ALWAYS) else ""
     seed = os.environ.get("FSDPC_TEST_JITTER", always)
     return jittered(seed, rank) if seed else nullcontext()

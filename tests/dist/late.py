@@ -1,4 +1,8 @@
-"""Models and comparisons of the tests of late reads (`test_late_*.py`)."""
+"""Models and comparisons for `test_late_*.py`.
+
+These files test late reads: reads of a unit's gathered parameters at a time when the unit could
+already be released.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +29,12 @@ def batch(rank, step, width=6):
 
 
 def compare(rank, make, *units, sharded=None, batch_of=None, loss_of=None, steps=3, **options):
-    """Gradients and parameters of SGD steps of the model that `make` makes, beside an unsharded
-    copy; sums may have another order, as gradients of an input are added up inside a unit first.
-    Each module of the classes `units` is a unit, with these options, unless `sharded` wraps the
-    model. Fails on NaN. Collective.
+    """Train the model that `make` makes and an unsharded copy, and compare them in each step.
+
+    The steps are SGD steps. Gradients and parameters must agree except for rounding: the gradients
+    of an input are first added up inside each unit, so the order of the sum differs. The function
+    `sharded` wraps the model. Without it, each module of the classes `units` is a unit with these
+    `options`. A NaN fails the comparison. Collective.
     """
     torch.manual_seed(0)
     model, loss_of = make(), loss_of or squares
@@ -73,7 +79,7 @@ def _tensors(value):
 
 
 def slow_backward(rank, seconds):
-    """A hook that delays what follows it in a backward, on rank 1."""
+    """Return a hook that delays the rest of a backward on rank 1."""
 
     def wait(grad):
         time.sleep(seconds if rank == 1 else 0)

@@ -1,8 +1,8 @@
-"""Ranks on hosts of their own: network namespaces (benchmarks/namespaces.py), for `pytest --hosts`
-and for tests that name their hosts.
+"""Ranks on several hosts, which are network namespaces (benchmarks/namespaces.py).
 
-The ranks of a test are spread as evenly as they can be, the last hosts get one more: three ranks on
-two hosts are 1 + 2.
+`pytest --hosts N` spreads the ranks of a test over N hosts, unless the test itself chooses hosts.
+The ranks are spread as evenly as possible. If there is a remainder, each of the last hosts gets one
+rank more: of three ranks on two hosts, the first host gets one and the second host gets two.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ import torch.distributed as dist
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import namespaces
 
-PLACES = "FSDPC_TEST_PLACES"  # a variable with the name of each rank's host, in rank order
+PLACES = "FSDPC_TEST_PLACES"  # the environment variable with each rank's host, in rank order
 COUNTED = "counted-as-"
 PORT = 29531
 missing = namespaces.missing
-_home = -1  # in a rank: the network namespace that the rank came from
-_kept = ExitStack()  # hosts are made once, and removed when pytest ends
+_home = -1  # in a rank: file descriptor of the network namespace in which the rank was started
+_kept = ExitStack()  # holds the hosts that made() has made; remove() closes it
 
 
 def spread(world: int, hosts: int) -> list[int]:
-    """How many of the ranks each host has."""
+    """Return the number of ranks on each host."""
     hosts = min(world, hosts)
     return [world // hosts + (host >= hosts - world % hosts) for host in range(hosts)]
 
 
 @cache
 def made(count: int, delay: float = 0.0, loss: float = 0.0) -> namespaces.Hosts:
-    """Hosts that all tests of this process share."""
+    """Make hosts that all tests of this process share."""
     return _kept.enter_context(namespaces.hosts(count, delay=delay, loss=loss))
 
 
@@ -47,7 +47,7 @@ def remove() -> None:
 
 
 def environment(hosts: namespaces.Hosts, ranks: Sequence[int]) -> dict[str, str]:
-    """What ranks need to find their host, as many on each as ``ranks`` says."""
+    """Return the variables that ranks need to find their host; host i has ``ranks[i]`` ranks."""
     places = [name for name, count in zip(hosts.names, ranks, strict=False) for _ in range(count)]
     return {PLACES: " ".join(places), "MASTER_ADDR": hosts.addresses[0]}
 
@@ -55,8 +55,10 @@ def environment(hosts: namespaces.Hosts, ranks: Sequence[int]) -> dict[str, str]
 def environment_for(
     hosts: int, world: int, delay: float = 0.0, loss: float = 0.0
 ) -> dict[str, str]:
-    """As ``environment`` for shared hosts, over which the ranks are spread; where no hosts can be
-    made, ranks count as being on some. ``delay`` and ``loss`` as for ``namespaces.Hosts``.
+    """Return the variables for ``world`` ranks that are spread over ``hosts`` shared hosts.
+
+    ``delay`` and ``loss`` are those of ``namespaces.Hosts``. Where no hosts can be made, the ranks
+    only count as ranks of different hosts.
     """
     ranks = spread(world, hosts)
     if missing():
@@ -65,15 +67,17 @@ def environment_for(
 
 
 def counted_as(hosts: str) -> dict[str, str]:
-    """What ranks need to count as ranks of different hosts without being there: ``"abb"`` puts rank
-    0 on one host, and ranks 1 and 2 on another one.
+    """Return the variables with which ranks on this machine count as ranks of different hosts.
+
+    ``"abb"`` puts rank 0 on host "a", and ranks 1 and 2 on host "b".
     """
     return {PLACES: " ".join(f"{COUNTED}{host}" for host in hosts)}
 
 
 def store_of(rank: int, world: int) -> dist.Store | None:
-    """In a rank: enters its host, and returns the store of its group. None: the ranks only count
-    as ranks of other hosts.
+    """Move this rank into the network namespace of its host, and return the store for the group.
+
+    Returns None if the ranks only count as ranks of different hosts. Called in a rank.
     """
     global _home
     place = os.environ[PLACES].split()[rank]
@@ -88,7 +92,10 @@ def store_of(rank: int, world: int) -> dist.Store | None:
 
 
 def set_link(rank: int, state: str) -> None:
-    """In a rank: the link of that rank's host is now "down" or "up"."""
+    """Set the network link of the host that has rank `rank` to "down" or "up".
+
+    Called in a rank.
+    """
     port = namespaces.port_of(os.environ[PLACES].split()[rank])
     command = [f"--net=/proc/self/fd/{_home}", "ip", "link", "set", port, state]
     subprocess.run(["nsenter", *command], pass_fds=[_home], check=True, timeout=30)

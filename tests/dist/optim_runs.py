@@ -1,5 +1,8 @@
-"""Training runs whose optimizer state is known: beside the sharded model an unsharded one trains on
-the same gradients, and its optimizer's own `state_dict()` is what a FULL dict must equal."""
+"""Training runs whose optimizer state is known.
+
+An unsharded model trains on the same gradients beside the sharded model. A FULL state dict must
+equal the `state_dict()` of the unsharded model's optimizer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Mixed(Toy):
-    """Two dtypes, a 0-dim, a frozen and a tied parameter, blocks that are units of their own."""
+    """A Toy with parameters of two dtypes, and with a 0-dim, a frozen and a tied parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +44,7 @@ def both(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def on_rank_0(model: nn.Module) -> Any:
-    """Weights and states are on rank 0 alone inside this context."""
+    """Return a context in which state dicts of weights and of optimizers are only on rank 0."""
     return type(model).state_dict_type(
         model,
         StateDictType.FULL_STATE_DICT,
@@ -98,8 +101,10 @@ def start(
 
 
 def named(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """An unsharded optimizer's state dict with names for ids, without the help of the code that is
-    tested."""
+    """Return an unsharded optimizer's state dict, with names in place of ids.
+
+    This function does not use the code that is tested.
+    """
     names = {id(p): name for name, p in model.named_parameters()}
     of_id = [names[id(p)] for group in optim.param_groups for p in group["params"]]
     saved = copy.deepcopy(optim.state_dict())
@@ -108,7 +113,7 @@ def named(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def check_states(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Checks for the same names, and for values equal to the bit."""
+    """Check that the names are the same, and that the values are equal to the bit."""
     assert got.keys() == expected.keys(), f"{sorted(got.keys() ^ expected.keys())}"
     for name, state in expected.items():
         assert got[name].keys() == state.keys(), name
@@ -123,7 +128,10 @@ def check_states(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The options of groups, without parameters; pairs as lists, which torch's checkpoints make."""
+    """Return the options of each group, without the group's parameters.
+
+    Tuples, such as betas, become lists, because torch's checkpoints turn tuples into lists.
+    """
     return [
         {
             k: list(v) if isinstance(v, tuple) else v
@@ -135,7 +143,7 @@ def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_dict(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Checks for equal states, and for groups of the same parameters with the same options."""
+    """Check that states are equal, and that groups have the same parameters and options."""
     check_states(got["state"], expected["state"])
     for ours, theirs in zip(got["param_groups"], expected["param_groups"], strict=True):
         assert sorted(ours["params"]) == sorted(theirs["params"])
@@ -147,7 +155,7 @@ def save(run: Run) -> dict[str, Any]:
 
 
 def load(run: Run, saved: Any, **arguments: Any) -> None:
-    """Loads `saved` into the run's optimizer, which must not change `saved`."""
+    """Load `saved` into the run's optimizer, and check that this does not change `saved`."""
     before = copy.deepcopy(saved)
     to_load = type(run.model).optim_state_dict_to_load(run.model, run.optim, saved, **arguments)
     if saved is not None and saved:

@@ -55,7 +55,7 @@ class LlamaBlock(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """Top-2 of 4 experts with a fixed capacity, so that no shape depends on data."""
+    """A mixture of 4 experts; each takes a fixed number of tokens, so no shape depends on data."""
 
     def __init__(self, width: int, experts: int = 4, capacity: int = 96) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class MoEBlock(nn.Module):
 
 
 class OddBlock(nn.Module):
-    """A block that saves more at every fifth place."""
+    """A block; in a model, every fifth block saves more activations than the others."""
 
     def __init__(self, width: int, place: int) -> None:
         super().__init__()
@@ -100,7 +100,10 @@ class LSTMBlock(nn.Module):
 
 
 class Branch(nn.Module):
-    """A tree of units; some have a frozen matrix, so that their inputs need not be saved."""
+    """A tree of modules, each with a linear layer.
+
+    The layers at depth 1 have a frozen matrix, so their inputs need not be saved.
+    """
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -213,7 +216,7 @@ def tree():
 
 
 def copied():
-    """Layers that are deep copies of one, with dropout."""
+    """Return a model with dropout, whose layers are deep copies of one layer."""
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
     return _tokens([nn.TransformerEncoder(layer, 5, enable_nested_tensor=False)], 64)
 

@@ -1,6 +1,8 @@
-"""load_pretrained beside from_pretrained: small models of transformers, saved with random weights,
-loaded from the meta device into each kind of sharding; prints a row per model. Outputs and whole
-values are compared to the bit.
+"""Compare load_pretrained with from_pretrained, and print a row per model.
+
+Small models of transformers are saved with random weights. load_pretrained then loads them
+into models that were made on the meta device and sharded, for each kind of sharding. Outputs and
+unsharded values are compared to the bit.
 
 torchrun --nproc-per-node=2 tests/dist/pretrained_table.py [--models llama,bert]
 """
@@ -30,7 +32,7 @@ TEXT = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidde
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
-# name -> (configuration, model, options)
+# name -> (class of the configuration, class of the model, options of the configuration)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": False}),
     "llama-tied": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": True}),
@@ -96,7 +98,7 @@ def configuration(name: str) -> Any:
 
 
 def saved(name: str, folder: str, **options: Any) -> nn.Module:
-    """Save the model with random weights; every value differs from an initialisation's."""
+    """Save the model with random weights, which all differ from the initial values."""
     import transformers
 
     torch.manual_seed(3)
@@ -116,7 +118,7 @@ def on_meta(name: str) -> nn.Module:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The items of the outermost ModuleLists."""
+    """Return the items of the outermost ModuleLists."""
     found: list[nn.Module] = []
     for module in model.children():
         found += list(module) if isinstance(module, nn.ModuleList) else layers(module)
@@ -168,7 +170,7 @@ def output(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def differences(model: nn.Module, reference: nn.Module, name: str) -> list[str]:
-    """Names of what differs. Collective."""
+    """Return the names of values that differ between the model and the reference. Collective."""
     state = whole(model.state_dict())
     found = [
         key for key, value in reference.state_dict().items()
@@ -179,7 +181,7 @@ def differences(model: nn.Module, reference: nn.Module, name: str) -> list[str]:
 
 
 def compare(name: str, door: str, folder: str) -> list[str]:
-    """Problems of one model under one kind of sharding. Collective."""
+    """Return the problems of one model under one kind of sharding. Collective."""
     import transformers
 
     reference = getattr(transformers, MODELS[name][1]).from_pretrained(folder)
@@ -214,7 +216,7 @@ def main() -> None:
             row = {}
             for door in args.doors.split(","):
                 if door == "fully_shard" and name == "clip":
-                    continue  # refused, as torch does: a scalar parameter
+                    continue  # fully_shard refuses scalar parameters, as torch does
                 try:
                     row[door] = compare(name, door, folder)
                 except Exception as error:

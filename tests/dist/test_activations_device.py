@@ -1,5 +1,7 @@
-"""On the simulated GPU: activations in pinned host memory. Equal gradients, copies beside the step,
-no host sync, and each wait that is left out is found.
+"""Activations in pinned host memory, on the simulated GPU.
+
+Gradients equal those without offloading, and the host never waits for the GPU. If a test leaves out
+a wait of one stream for another, the simulator reports a race.
 """
 
 from __future__ import annotations
@@ -102,7 +104,8 @@ def test_counts():
     found = run_ranks(count_a_step, 1, env=ON_GPU)[0]
     print(found)
     counts, lane = found["counts"], found["lane"]
-    # Per block the input, what gelu saves, and its result; the loss's input. Each copied once.
+    # Each block saves its input, gelu's input and gelu's result, and the loss saves its input. Each
+    # of these tensors is copied once.
     assert counts["tensors"] == 3 * BLOCKS + 1 and counts["nbytes"] == counts["tensors"] * EACH
     assert lane["bytes_out"] == counts["nbytes"]
     planned = away([EACH] * counts["tensors"], 1024)  # the planner's count
@@ -134,7 +137,7 @@ def leave_out_each(rank: int, world: int) -> list[tuple[Any, list[str]]]:
 
     def keeping(self: Any) -> None:
         fetch(self)
-        kept.append(self.here)  # else a late copy would write memory of another tensor
+        kept.append(self.here)  # so that a late copy does not write the memory of another tensor
 
     offloading._Away.fetch = keeping  # type: ignore[method-assign]
     simgpu.policy("lazy")
@@ -157,14 +160,15 @@ def leave_out_each(rank: int, world: int) -> list[tuple[Any, list[str]]]:
         for right in (None, ("dropped", "nothing")):
             found.append((right, reports(right)))
         for left_out in (("dropped", "join"), *planted):
-            # It shows only where another tensor gets the memory, which the allocator decides.
+            # A missing wait is visible only if the allocator gives the freed memory to another
+            # tensor. Whether it does can differ from run to run.
             runs = (reports(left_out) for _ in range(8))
             found.append((left_out, next(filter(None, runs), [])))
     return found
 
 
 def backward_of(trained: Any, state: dict[str, Any], kept: list[Any], fails: bool) -> None:
-    """`fails`: backward raises, and what is then on its way back is freed without being used."""
+    """Run forward and backward; if `fails`, backward raises while copies are in flight."""
     state["during"] = "forward"
     with offload(trained, min_bytes=1024):
         loss = trained(torch.randn(ROWS, WIDTH)).square().mean()
@@ -182,9 +186,9 @@ def backward_of(trained: Any, state: dict[str, Any], kept: list[Any], fails: boo
         loss.backward()
     state["during"] = "dropped"
     del loss
-    torch.ones(1, requires_grad=True).sum().backward()  # torch's queue lets go of the old graph
+    torch.ones(1, requires_grad=True).sum().backward()  # makes torch free the dropped graph
     for tensor in kept:
-        tensor.zero_()  # as an operator that got the memory would
+        tensor.zero_()  # like an operator whose output reuses the memory
 
 
 def test_each_wait_that_is_left_out_is_found():

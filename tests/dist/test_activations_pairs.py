@@ -1,6 +1,7 @@
-"""Every two features of activations, and of the steps around them: gradients equal to those of an
-unsharded model without them, within a bound where a feature loses bits, or an error that names
-what cannot be.
+"""Every pair of features of activations, and of the steps around them.
+
+Gradients equal those of an unsharded model without the features, within a bound if a feature loses
+bits. Pairs that cannot work together raise an error that names the reason.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from toys import full_gradients, no_sync_if, shard_blocks, wrap_blocks
 from fsdpc import FullyShardedDataParallel as FSDP
 from fsdpc.activations import checkpoint, compress, offload, offloading
 
-LOADED_BY_RANKS = ["torch._inductor.compile_fx"]  # the compiler, which each rank would import
-WIDTH = 64  # an activation of (2, 32, 64) is above the least that compress() packs
+LOADED_BY_RANKS = ["torch._inductor.compile_fx"]  # imported once before the ranks are forked
+WIDTH = 64  # large enough that compress() packs an activation of shape (2, 32, WIDTH)
 
 
 class Block(nn.Module):
@@ -107,7 +108,7 @@ CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 }
 STEPS = ("dropout", "frozen", "accumulation")
 LOSSY = {"int8": 0.02, "bf16": 0.01}
-# Pairs that raise, in the order in which the features are applied, and the error.
+# Pair of features that raises, in the order in which they are applied -> the error.
 REFUSED = {
     ("checkpoint", "matmul"): (ValueError, "is checkpointed already"),
     ("matmul", "checkpoint"): (ValueError, "is checkpointed already"),
@@ -117,7 +118,7 @@ REFUSED = {
 
 
 def gradients(features: tuple[str, ...], rank: int) -> dict[str, torch.Tensor]:
-    """All gradients of a step with the features, summed over ranks by a door or by nobody."""
+    """Return all gradients of a step with the features, reduced if FSDP or fully_shard is used."""
     model: Any = Model(features)
     for name in features:
         model = WRAPS[name](model) if name in WRAPS else model
@@ -126,14 +127,14 @@ def gradients(features: tuple[str, ...], rank: int) -> dict[str, torch.Tensor]:
     for micro in range(micro_batches):
         generator = torch.Generator().manual_seed(10 * micro + rank)
         x = torch.randn(2, 32, WIDTH, generator=generator)
-        x.requires_grad_()  # torch's reentrant checkpoint needs an input that wants a gradient
+        x.requires_grad_()  # torch's reentrant checkpoint needs an input that requires a gradient
         with ExitStack() as stack:
             for name in features:
                 if name in CONTEXTS:
                     stack.enter_context(CONTEXTS[name](model))
             stack.enter_context(unsynchronised(model, micro + 1 < micro_batches))
             loss = model(x).float().square().mean()
-            torch.randn(100)  # another state of the generator than in the forward
+            torch.randn(100)  # changes the generator's state between forward and backward
             loss.backward()
     return {
         re.sub(r"_orig_mod\.|\bblock\.|_\w+_wrapped_module\.", "", name): grad
@@ -160,12 +161,12 @@ def values_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def expected_of(features: tuple[str, ...], rank: int, world: int) -> dict[str, torch.Tensor]:
-    """Gradients of an unsharded model without the features that only change how values are kept."""
+    """Return the gradients of an unsharded model with only those features that change values."""
     kept = tuple(f for f in features if f in ("autocast", *STEPS))
     return unsharded(kept, rank, world if any(name in DOORS for name in features) else 1)
 
 
-@functools.cache  # many pairs are left with the same features
+@functools.cache  # many pairs need the same reference
 def unsharded(features: tuple[str, ...], rank: int, world: int) -> dict[str, torch.Tensor]:
     found = gradients(features, rank)
     if world > 1:
@@ -176,7 +177,7 @@ def unsharded(features: tuple[str, ...], rank: int, world: int) -> dict[str, tor
 
 
 def check(features: tuple[str, ...], rank: int, world: int) -> str | None:
-    """What is wrong with the features together; None: nothing."""
+    """Return what is wrong with the features together, or None."""
     if features in REFUSED:
         kind, text = REFUSED[features]
         try:
@@ -189,14 +190,14 @@ def check(features: tuple[str, ...], rank: int, world: int) -> str | None:
         return f"other names: {sorted(found)}"
     allowed = sum(LOSSY.get(name, 0.0) for name in features)
     if "compiled" in features and "autocast" in features:
-        allowed += 0.02  # bfloat16 in another order
+        allowed += 0.02  # compiled code computes bfloat16 in another order
     gap = sum(float((found[n] - expected[n]).norm()) ** 2 for n in found) ** 0.5
     norm = sum(float(grad.norm()) ** 2 for grad in expected.values()) ** 0.5
     return None if 0 < norm and gap <= allowed * norm else f"error {gap / norm:.4f} of {allowed}"
 
 
 def orders(pair: tuple[str, str]) -> list[tuple[str, ...]]:
-    """Both orders, if the features are of one kind (wraps, or contexts); else the pair."""
+    """Return both orders if the features are of one kind (wraps or contexts), else the pair."""
     same_kind = any(set(pair) <= kind.keys() for kind in (WRAPS, CONTEXTS))
     return list(permutations(pair)) if same_kind else [pair]
 

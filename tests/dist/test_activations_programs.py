@@ -1,5 +1,6 @@
-"""Programs that people run with checkpointed, compressed and offloaded activations: each equals the
-same program without them, on plain and on sharded models.
+"""Programs that people run with checkpointed, compressed and offloaded activations.
+
+Each program must give the same gradients as without these features, on plain and on sharded models.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from toys import clean, full_gradients, full_parameters, wrap_blocks
 from fsdpc import FullyShardedDataParallel as FSDP
 from fsdpc.activations import checkpoint, compress, offload, offloading
 
-WIDTH, ROWS = 32, 64  # an activation is above the least that compress() packs
+WIDTH, ROWS = 32, 64  # large enough that compress() packs an activation
 
 
 class Block(nn.Module):
@@ -42,7 +43,7 @@ class InPlace(Block):
 
 
 class Tuples(Block):
-    """Takes and returns a tensor, a view of it, a dictionary and a number."""
+    """A block that takes and returns a tensor, a view of a tensor, a dictionary and a number."""
 
     def forward(self, state: Any) -> Any:
         x, half, kept, calls = state
@@ -51,7 +52,7 @@ class Tuples(Block):
 
 
 class Experts(nn.Module):
-    """Runs one of two blocks, another one for each rank and step, or neither."""
+    """A module that runs one of two blocks or neither; `choice` differs between ranks and steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks one after the other; their inputs are used again at the end."""
+    """A model of consecutive blocks; the inputs of the blocks are used again at the end."""
 
     kind: type[nn.Module] = Block
 
@@ -74,7 +75,7 @@ class Model(nn.Module):
         self.gradient_checkpointing = False
 
     def gradient_checkpointing_enable(self) -> None:
-        """The method that transformers' models have."""
+        """Enable torch's checkpoints by the method name that models of transformers have."""
         self.gradient_checkpointing = True
 
     def forward(self, x: Tensor, step: int = 0) -> Tensor:
@@ -124,7 +125,7 @@ BOUNDS = {"checkpoint": 0.0, "matmul": 0.0, "offload": 0.0, "int8": 0.03}
 
 
 def install(name: str, model: Any) -> Callable[[], Any]:
-    """Install a feature; returns what to enter around each forward."""
+    """Install a feature, and return the context to enter around each forward."""
     if name in WRAPS:
         checkpoint(model, **WRAPS[name])
         return nullcontext
@@ -143,7 +144,7 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 def train(model: Any, around: Any, rank: int, between: Any = None) -> dict[str, Tensor]:
-    """Two steps; the gradients of the second one, by name."""
+    """Train two steps, and return the gradients of the second step by name."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         optimizer.zero_grad()
@@ -171,7 +172,7 @@ def check(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float, w
 
 
 def compare(kind: type[Model], rank: int, world: int, between: Any = None) -> None:
-    """Compares every feature with a run without it: plain on one rank, sharded on several."""
+    """Compare a run with each feature to a run without. On several ranks, models are sharded."""
     torch.set_num_threads(1)
     offloading._said[:] = ["said"]
     sharded = world > 1
@@ -189,8 +190,10 @@ def compare(kind: type[Model], rank: int, world: int, between: Any = None) -> No
 @pytest.mark.parametrize("kind", [Model, InPlaceModel, TuplesModel, ExpertsModel])
 @ranks(1, 2)
 def test_blocks(rank: int, world: int, kind: type[Model]):
-    """Inputs that are used again; in-place operators; tuples, dictionaries and views; blocks that
-    some ranks run.
+    """The features work with several kinds of blocks.
+
+    The blocks have inputs that are used again, in-place operators, or tuples, dictionaries and
+    views; or only some ranks run a block.
     """
     compare(kind, rank, world)
 
@@ -212,7 +215,7 @@ def test_evaluation_and_generation_between_forward_and_backward(rank: int, world
 
 @ranks(1, 2)
 def test_gradient_checkpointing_enable_and_ours(rank: int, world: int):
-    """A model that checkpoints its blocks itself, inside and around fsdpc's checkpoints."""
+    """A model may checkpoint its own blocks while a feature of fsdpc is installed."""
     torch.set_num_threads(1)
     expected = train(made(Model, world > 1), nullcontext, rank)
     for name, bound in BOUNDS.items():
@@ -223,7 +226,7 @@ def test_gradient_checkpointing_enable_and_ours(rank: int, world: int):
 
 @ranks(1, 2)
 def test_hooks_of_the_user_around_and_inside(rank: int, world: int):
-    """torch calls the innermost hooks; those of the user get what the user expects."""
+    """The user's saved-tensor hooks run, unless compress() is inside them and hides them."""
     torch.set_num_threads(1)
     expected = train(made(Model, world > 1), nullcontext, rank)
     seen: list[torch.Size] = []
@@ -254,7 +257,7 @@ def entered(*kinds: Callable[[], Any]) -> Iterator[None]:
 
 @ranks(1, 2)
 def test_second_derivatives(rank: int, world: int):
-    """torch refuses them where a policy keeps what operators returned."""
+    """Second derivatives work, but torch refuses them if a policy keeps results of operators."""
     torch.set_num_threads(1)
 
     def penalty(model: Any, around: Any) -> Tensor:
@@ -280,7 +283,7 @@ def test_second_derivatives(rank: int, world: int):
 
 @ranks(1, 2)
 def test_copies_and_names(rank: int, world: int):
-    """copy.deepcopy for averages, names in state dicts, and torch.save of a model."""
+    """copy.deepcopy, the names of a state dict, and torch.save of a model work with checkpoints."""
     torch.set_num_threads(1)
     plain = made(Model, world > 1)
     names = list(plain.state_dict())

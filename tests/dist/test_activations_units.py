@@ -44,7 +44,7 @@ def gathers(model):
 @pytest.mark.long
 @ranks(2)
 def test_checkpointing_before_and_after_wrapping(rank, world):
-    """No unit is gathered a third time in a step, whatever is computed again."""
+    """Recomputation never gathers a unit for a third time in a step."""
     batch = tokens(0, 0)
     for name, door in DOORS.items():
         plain = door(toy(blocks=4))
@@ -67,7 +67,7 @@ def test_checkpointing_before_and_after_wrapping(rank, world):
 
 
 def gradients(model):
-    """This rank's parts, in the order of the parameters."""
+    """Return this rank's shards of the gradients, in the order of the parameters."""
     loss_of(model, tokens(0, 0)).backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     return [(g.to_local() if isinstance(g, DTensor) else g).clone() for g in grads]
@@ -75,7 +75,7 @@ def gradients(model):
 
 @ranks(2)
 def test_compression_leaves_gathered_parameters_alone(rank, world):
-    """Gathered weights lie in slots that change hands between forward and backward."""
+    """Compression must not keep gathered weights, as their memory is reused before backward."""
     expected = train_step(wrap_blocks("fsdpc", toy(blocks=3, width=32, vocabulary=64)))
     for ratio in (0, 1):
         for dtype, bound in (("int8", 0.02), ("bf16", 0.01)):
@@ -89,7 +89,7 @@ def test_compression_leaves_gathered_parameters_alone(rank, world):
 
 @ranks(2)
 def test_gathered_parameters_are_not_compressed(rank, world):
-    """Neither interface compresses them: their errors would be in every gradient."""
+    """No interface compresses parameters: their rounding errors would reach every gradient."""
     for door in ("FSDP", "fully_shard"):
         blocks = [nn.Sequential(nn.Linear(48, 48), nn.GELU()) for _ in range(3)]
         if door == "FSDP":
@@ -105,7 +105,7 @@ def test_gathered_parameters_are_not_compressed(rank, world):
 
 @contextmanager
 def sizes_packed():
-    """A list that gets the number of elements of each tensor that is compressed."""
+    """Yield a list that gets the number of elements of each tensor that is compressed."""
     packed = []
 
     def counted(whole, dtype, real=compression._Packed):
@@ -118,7 +118,7 @@ def sizes_packed():
 
 
 class Compressing(nn.Module):
-    """A block that may compress for itself; ``what`` names the module that it compresses."""
+    """A block whose forward may call compress() itself; ``what`` names the compressed module."""
 
     def __init__(self, what):
         super().__init__()
@@ -134,7 +134,7 @@ class Compressing(nn.Module):
 @pytest.mark.parametrize("door", ["FSDP", "flat", "fully_shard"])
 @ranks(2)
 def test_gathered_parameters_of_the_unit_around_are_not_compressed(rank, world, door):
-    """A block that compresses for itself, or for a part of it, does not know who has wrapped it."""
+    """compress() in a block's forward does not compress parameters of the unit around the block."""
     for what in ("self", "inner", "child", ""):
         block = Compressing(what)
         if door == "fully_shard":

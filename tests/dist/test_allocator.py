@@ -1,4 +1,4 @@
-"""A GPU's memory from an allocator in Python, such as torch's: on a simulated GPU."""
+"""Memory of a simulated GPU that comes from an allocator in Python, such as torch's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPECS = [("weight", 1000, "float32", "bfloat16", "float32", True)]
 
 
 class Cache:
-    """What torch's caching allocator is to fsdpc; calls the driver for each block."""
+    """A substitute for torch's caching allocator, which calls the driver for each block."""
 
     def __init__(self) -> None:
         self.driver = ctypes.CDLL(os.environ["FSDPC_LIBCUDA"])
@@ -82,7 +82,7 @@ def test_a_unit_comes_from_it_and_goes_back(rank, world):
     calls = cache.calls.total()
     _flat = _C.FlatParameter("layer", comm, SPECS)
     assert cache.calls.total() == calls
-    assert sys.getrefcount(cache) == 2  # nobody holds on to its methods
+    assert sys.getrefcount(cache) == 2  # nothing keeps references to its methods
     simgpu_is_content()
 
 
@@ -169,8 +169,8 @@ def test_a_model_trains_on_it_and_says_what_it_holds(rank, world):
     held = memory_stats(model)
     kept = sum(held[f"{name}_bytes"] for name in ("master", "grad", "local"))
     slots = held["gather_bytes"] + held["reduce_bytes"]
-    assert kept <= cache.out() < kept + 2000  # the rest: which parameters were used
-    # Slots come from the driver: no allocator has memory that is mapped at several addresses.
+    assert kept <= cache.out() < kept + 2000  # the rest records which parameters were used
+    # The driver allocates slots: no allocator has memory that is mapped at several addresses.
     assert held["gather_bytes"] % env.GRANULE == 0
     assert held["spare_bytes"] == 0
     device_bytes = simgpu.count()["device_bytes"] - before

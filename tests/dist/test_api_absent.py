@@ -1,5 +1,7 @@
-"""Parameters of which a rank holds no element: it shows no gradient and keeps no optimizer state,
-and everything that asks the whole group stays right.
+"""Parameters of which a rank has no elements.
+
+The rank shows no gradient and keeps no optimizer state of such a parameter. Reductions, norms and
+state dicts of the whole group stay right.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def sharded(**options):
 
 
 def split(model):
-    """Parameters with elements on this rank, and those without."""
+    """Return the parameters with elements on this rank, and the parameters without."""
     here = [p for p in model.parameters() if p.numel()]
     return here, [p for p in model.parameters() if not p.numel()]
 
@@ -55,7 +57,7 @@ def test_no_gradient_and_no_state(rank, world, strategy):
 
 @ranks(2, 3)
 def test_accumulation_with_and_without_communication(rank, world):
-    """A rank without elements still contributes what it kept."""
+    """A rank without elements of a parameter still contributes its accumulated gradients."""
     model, reference = sharded(), Reference(toy())
     for round_ in range(2):
         for sync in (False, True, False, False, True, True):
@@ -85,7 +87,7 @@ def test_what_a_rank_kept_is_discarded_with_its_gradient(rank, world):
 
 @ranks(2, 3)
 def test_norms_and_clipping(rank, world):
-    """Also where a parameter is on one rank only."""
+    """Norms are right, even if only one rank has elements of a parameter."""
     model, plain = sharded(), toy()
     batches = [tokens(r, 0) for r in range(world)]
     sum(loss_of(plain, batch) for batch in batches).div(world).backward()
@@ -172,11 +174,11 @@ class Chain(nn.Module):
 @ranks(2, 3, env={"FSDPC_REDUCE_SLOTS": "1"})
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_units_without_elements(rank, world, use_orig_params):
-    """Reductions may overflow into extra memory. Units without elements need none of it."""
+    """A reduction may need memory beside the slots, but not if the unit has no elements."""
     model = wrap_blocks("fsdpc", Chain(), Empties, use_orig_params=use_orig_params)
     for step in range(6):
         if rank == step % 2:
             torch.manual_seed(step)
-            sum(i * i for i in range(200000))  # so that the other ranks are ahead
+            sum(i * i for i in range(200000))  # delays this rank, so that the other ranks are ahead
         model(torch.ones(2, 3)).sum().backward()
         model.zero_grad()

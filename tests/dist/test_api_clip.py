@@ -1,4 +1,4 @@
-"""clip_grad_norm_: the unsharded model's norm and gradients, for any p and any mix of units."""
+"""clip_grad_norm_ gives the unsharded model's norm and gradients, for any p and mix of units."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STRATEGIES = list(ShardingStrategy)
 
 
 def averaged_reference(batch_of_rank):
-    """The unsharded model with every rank's gradients averaged."""
+    """Return the unsharded model with the average of all ranks' gradients."""
     model = toy()
     world = dist.get_world_size()
     for rank in range(world):
@@ -78,7 +78,7 @@ def test_units_of_different_strategies_and_unmanaged_parameters(rank, world, eng
 
 @ranks(2)
 def test_a_gradient_that_is_not_finite(rank, world):
-    """NaN and infinity on one rank show in every rank's norm, and in every gradient."""
+    """NaN or infinity on one rank shows in every rank's norm; only NaN fills every gradient."""
     for value, norm_type in [("nan", 2), ("nan", float("inf")), ("inf", 1), ("inf", 2)]:
         model = wrap_blocks("fsdpc", toy())
         loss_of(model, tokens(rank, 0)).backward()
@@ -93,8 +93,9 @@ def test_a_gradient_that_is_not_finite(rank, world):
 @ranks(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_gradients_kept_in_low_precision(rank, world, engine, use_orig_params):
-    """keep_low_precision_grads: what backward and clipping leave in .grad has the compute dtype, is
-    the rounded gradient, and is what a further backward adds to.
+    """With keep_low_precision_grads, gradients keep the compute dtype after backward and clipping.
+
+    The gradient is the full-precision gradient, rounded. A further backward adds to it.
     """
     mixed = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     low = wrap_blocks(

@@ -1,4 +1,4 @@
-"""What frameworks read and set on torch's private flat parameter and its handle."""
+"""Private attributes of torch's flat parameter and its handle that frameworks read and set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def units(model):
 
 
 def frozen_toy() -> nn.Module:
-    """Two segments in each unit: frozen norms in fp32, the rest in bf16."""
+    """Return a Toy whose units have two segments: frozen norms in fp32, and the rest in bf16."""
     model = toy(dtype=BF16)
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
@@ -45,8 +45,10 @@ def test_the_flat_parameter_says_what_it_stands_for(rank, world, engine, use_ori
 @ranks(2)
 @both_ways
 def test_raising_the_storage_dtype(rank, world, use_orig_params):
-    """As accelerate does it. The trainable parameters of the unit alone change, to equal values;
-    with use_orig_params they stay the same objects.
+    """The storage dtype of a unit can be raised in the way that accelerate raises it.
+
+    Only the trainable parameters of the unit change, to equal values. With use_orig_params the
+    parameters stay the same objects.
     """
     model = wrap_blocks("fsdpc", frozen_toy(), use_orig_params=use_orig_params)
     before, objects = full_parameters(model), list(model.parameters())
@@ -70,7 +72,7 @@ def test_raising_the_storage_dtype(rank, world, use_orig_params):
     assert changed == expected
     if use_orig_params:
         assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
-    first._handle._orig_param_dtype = torch.float32  # nothing left to do
+    first._handle._orig_param_dtype = torch.float32  # changes nothing, as it is float32 already
 
 
 @ranks(2)
@@ -92,7 +94,7 @@ def test_training_after_raising_is_training_in_fp32(rank, world, use_orig_params
 @ranks(1, 2, 3)
 @both_ways
 def test_the_flat_parameter_tells_where_its_parameters_lie(rank, world, use_orig_params):
-    """``_shard_param_infos`` and its kin, checked by cutting the values out by hand."""
+    """``_shard_param_infos`` and similar attributes are checked by cutting out the values."""
     model = wrap_blocks("fsdpc", frozen_toy(), use_orig_params=use_orig_params)
     whole = full_parameters(model)
     for unit, prefix in zip(units(model), ("", "blocks.0.", "blocks.1."), strict=True):

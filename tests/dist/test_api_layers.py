@@ -16,7 +16,7 @@ from toys import check_equal, loss_of, summon, tokens, toy, wrap, wrap_blocks
 
 
 class Lists(nn.Module):
-    """Parameters in a ParameterList and a ParameterDict."""
+    """A module with parameters in a ParameterList and a ParameterDict."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ def test_training_evaluation_and_state_dict(rank, world, name):
 
 @ranks(2)
 def test_hybrid_with_one_rank_a_host_still_replicates(rank, world):
-    """The sharding group has one rank: parameters stay whole, gradients are still averaged."""
+    """The sharding group has one rank: parameters stay whole, and gradients are still averaged."""
     mesh = init_device_mesh("cpu", (world, 1))
     strategy = ShardingStrategy.HYBRID_SHARD
     model = wrap_blocks("fsdpc", toy(), sharding_strategy=strategy, device_mesh=mesh)

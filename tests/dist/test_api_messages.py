@@ -1,5 +1,7 @@
-"""Errors and warnings that users, and the code of frameworks, read: torch's words first where torch
-raises the same, the argument by name where arguments are swapped, nothing about our own insides.
+"""Errors and warnings that users, and the code of frameworks, read.
+
+If torch raises the same error, fsdpc's text begins with torch's words. If the caller has swapped
+two arguments, the text names them. No text mentions fsdpc's internals.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
 @BOTH
 @pytest.mark.parametrize("kind", [SHARDED, LOCAL], ids=lambda kind: kind.name)
 def test_our_own_calls_warn_of_nothing(rank, world, use_orig_params, kind):
-    """torch warns where the user uses a ShardedTensor, and not where fsdpc uses one."""
+    """torch warns if the user uses a ShardedTensor, but not if fsdpc uses one."""
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
     optimizer = torch.optim.Adam(model.parameters())
     loss_of(model, tokens(rank, 0)).backward()
@@ -78,7 +80,7 @@ def test_swapped_arguments_are_named(rank, world):
     for call, text in [
         (lambda: FSDP.optim_state_dict(optimizer, model), of_model.format("Adam")),
         (lambda: FSDP.optim_state_dict(model, state), of_optim.format("dict")),
-        # The arguments in the order of older releases.
+        # These calls pass the arguments in the order of older releases.
         (lambda: FSDP.optim_state_dict_to_load(state, model, optimizer), of_model.format("dict")),
         (lambda: FSDP.optim_state_dict_to_load(model, state, optimizer), of_optim.format("dict")),
         (lambda: FSDP.full_optim_state_dict(optimizer, model), of_model.format("Adam")),

@@ -1,5 +1,8 @@
-"""The wrapper and its constructor beyond what `conformance` compares with torch's: no_sync, meta
-device, sync_module_states, names of units, marks, own refusals, hosts, the precision line.
+"""Tests of the wrapper and its constructor beyond what `conformance` compares with torch's.
+
+They cover no_sync, the meta device, sync_module_states, names of units, mark_data_dependent,
+fsdpc's own errors, HYBRID groups by host, and `precision_line`, the line about dtypes that is
+logged at the first forward.
 """
 
 from __future__ import annotations
@@ -140,7 +143,7 @@ def test_units_are_named_by_their_path(rank, world):
 
 @ranks(2)
 def test_inner_units_used_before_the_root(rank, world):
-    """An inner unit that ran alone was a root for a while; the outer one takes over."""
+    """An inner unit that runs before the outer one is a root until the outer one runs."""
     model = wrap_blocks("fsdpc", toy())
     model.blocks[0](torch.randn(2, 6)).sum().backward()
     model.zero_grad()
@@ -328,7 +331,10 @@ def by_fully_shard(model):
 
 @ranks(2)
 def test_names_that_differ_between_ranks(rank, world):
-    """Other names: one warning, and the model trains. The same names in another order: refused."""
+    """If parameters have other names on one rank, there is one warning, and the model trains.
+
+    If the ranks have the same names in different orders, an error is raised.
+    """
     said = []
     for shard in (in_one_unit, in_units, by_fully_shard):
         results = []

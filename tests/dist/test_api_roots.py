@@ -27,7 +27,7 @@ def batch(rank, step=0):
 @ranks(1, 2)
 @BOTH
 def test_two_models_use_a_unit_alternately(rank, world, use_orig_params):
-    """An encoder with two heads, each head and the encoder a root of its own, several rounds."""
+    """Two models with one encoder and different heads run in turn; the encoder also runs alone."""
     options = {"use_orig_params": use_orig_params}
     plain = parts()
     encoder, *heads = (wrap("fsdpc", part, **options) for part in parts())
@@ -61,7 +61,7 @@ def test_two_models_use_a_unit_alternately(rank, world, use_orig_params):
 @BOTH
 @pytest.mark.parametrize("keep", [True, False])
 def test_wrapped_again(rank, world, use_orig_params, keep):
-    """A used model inside a larger one; the first root lives on, or was deleted."""
+    """A model that was used becomes part of a larger one, with its old root or without it."""
     options = {"use_orig_params": use_orig_params}
     first, second, third = parts()
     plain = parts()

@@ -1,4 +1,4 @@
-"""Full state dicts: equal to the unsharded model's in keys, order, values and metadata."""
+"""Full state dicts equal the unsharded model's in keys, order, values and metadata."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stage_policy():
 def test_equal_to_the_unsharded_models(rank, world, use_orig_params):
     expected = mixed().state_dict()
     model = mixed()
-    model.again = None  # the shared module is the subject of its own test
+    model.again = None  # another test covers the shared module
     expected = {k: v for k, v in expected.items() if not k.startswith("again")}
     model = wrap("fsdpc", model, auto_wrap_policy=stage_policy(), use_orig_params=use_orig_params)
     for _ in range(2):
@@ -168,7 +168,10 @@ def test_strict_loading_names_keys_cleanly(rank, world, use_orig_params):
 
 @ranks(1, 2)
 def test_a_part_of_a_flat_parameter(rank, world):
-    """A module inside of a flat unit has no parameters to load into: strict=False loaded none."""
+    """Loading into a module inside of a flat unit raises, as the module has no parameters.
+
+    It also raises with strict=False, which would otherwise load nothing without an error.
+    """
     model, expected = copy.deepcopy(wrap("fsdpc", toy())), toy()
     inner, values = model.module.blocks[1], toy(seed=1).blocks[1].state_dict()
     for strict in (True, False):

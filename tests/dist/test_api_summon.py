@@ -1,5 +1,7 @@
-"""summon_full_params, apply and dtype conversion: full values in, shards out, names clean; what
-happens inside: forwards, hooks, nesting, exceptions.
+"""Tests of summon_full_params, apply and dtype conversion.
+
+Values are full inside and sharded afterwards, and names are clean. Forwards, hooks, nested contexts
+and exceptions are tested inside the context.
 """
 
 from __future__ import annotations
@@ -219,7 +221,7 @@ def test_conversion_of_a_sharded_model(rank, world, use_orig_params):
         assert model.double() is model
         check_equal(values_of(model), values(toy().double()), "as double")
         assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
-        optimizer = torch.optim.SGD(params, 0.5)  # holds the objects from before the conversion
+        optimizer = torch.optim.SGD(params, 0.5)  # keeps the objects from before the conversion
         loss_of(model, tokens(0, 0)).backward()
         reference = toy().double()
         loss_of(reference, tokens(0, 0)).backward()
@@ -266,7 +268,7 @@ def test_no_shard_shows_and_keeps_full_parameters(rank, world):
 @ranks(1, 2)
 @pytest.mark.parametrize("writeback", [True, False])
 def test_the_users_own_objects_show_full_values(rank, world, writeback):
-    """Marks and flags set inside stay, and the objects keep their optimizer states."""
+    """An attribute or requires_grad that is set inside the context stays; optimizer states too."""
     model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loss_of(model, tokens(rank, 0)).backward()
@@ -311,7 +313,10 @@ def test_gradients_of_before_survive_a_backward_inside(rank, world):
 
 @ranks(2)
 def test_a_whole_gradient_does_not_pass_for_a_shards(rank, world):
-    """A forward inside, its backward outside: refused, not cut."""
+    """A forward runs inside the context, and its backward runs outside.
+
+    Either this backward or the next clip_grad_norm_ raises an error.
+    """
     model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
     with summon(model):
         loss = loss_of(model, tokens(rank, 0))
@@ -325,8 +330,9 @@ def test_a_whole_gradient_does_not_pass_for_a_shards(rank, world):
 
 @ranks(2)
 def test_gradients_that_ranks_clear_or_set_alone(rank, world):
-    """Whole gradients have zeros for a rank that has cleared its part, and are None where the only
-    `.grad` is that of a rank without elements. Once, what the memory held before was shown.
+    """Whole gradients have zeros for a rank that has cleared its shard.
+
+    A whole gradient is None if only a rank without elements has a `.grad`.
     """
     model = wrap("fsdpc", nn.Linear(40, 40), use_orig_params=True)
     model(torch.ones(2, 40)).square().sum().backward()
@@ -347,7 +353,7 @@ def test_gradients_that_ranks_clear_or_set_alone(rank, world):
 
 
 def trains(model, rank, what):
-    """Checks that the model works as before: the gradients of one step."""
+    """Check that the gradients of one step are right, so the model works as before."""
     model.zero_grad()
     reference = Reference(toy())
     loss_of(model, tokens(rank, 0)).backward()
@@ -360,7 +366,7 @@ def trains(model, rank, what):
 @STRATEGIES
 @pytest.mark.parametrize("recurse", [True, False])
 def test_forward_on_what_is_shown(rank, world, use_orig_params, strategy, recurse):
-    """Evaluation on values that the user changed for a while, as with averaged weights."""
+    """Evaluation uses values that the user changed inside the context, as with averaged weights."""
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params, sharding_strategy=strategy)
     plain = toy()
     with torch.no_grad():
@@ -382,7 +388,7 @@ def test_forward_on_what_is_shown(rank, world, use_orig_params, strategy, recurs
 @ranks(2)
 @BOTH
 def test_forward_of_the_inner_module(rank, world, use_orig_params):
-    """generate() of a wrapped model: the root's own parameters shown, the inner module called."""
+    """As in generate(), only the root is gathered in advance, and its inner module is called."""
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
     for _ in range(2):
         with torch.no_grad(), summon(model, recurse=False, writeback=False):
@@ -406,7 +412,7 @@ def test_on_one_rank_only(rank, world, use_orig_params):
 @BOTH
 @pytest.mark.parametrize("recurse", [True, False])
 def test_in_mixed_precision(rank, world, use_orig_params, recurse):
-    """Full values are shown in storage dtype and computed with in the low one."""
+    """Full values are shown in the storage dtype; forwards compute in the low-precision dtype."""
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params, mixed_precision=BF16)
     with torch.no_grad():
         expected = model(tokens(rank, 0))
@@ -462,7 +468,7 @@ def test_nesting(rank, world, use_orig_params):
 @BOTH
 @pytest.mark.parametrize("wire", [False, True])
 def test_reading_from_forward_hooks(rank, world, use_orig_params, wire):
-    """Units that are not at work may be read in the middle of a pass, as torch allows."""
+    """Hooks may gather a unit in the middle of a forward or backward, as with torch."""
     if wire:
         import os
 
@@ -514,7 +520,7 @@ def test_no_change_in_the_middle_of_a_pass(rank, world, use_orig_params):
 @ranks(2)
 @BOTH
 def test_every_way_out_by_an_exception(rank, world, use_orig_params):
-    """An exception in the block, in a forward in it, or for a value that cannot be written back."""
+    """The context ends cleanly after an error in the block, in a forward or in the write-back."""
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
     with pytest.raises(KeyError), summon(model):
         raise KeyError

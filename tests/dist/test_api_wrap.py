@@ -1,4 +1,4 @@
-"""Wrap policies: the same modules become units as torch's own class makes of them."""
+"""Wrap policies: the same modules become units as with torch's own class."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ POLICIES = {
 
 
 def units_of(engine, module, **options):
-    """Clean names of the units below the root, each with its strategy and its input casts."""
+    """Return the clean name of each unit, the root's too, with its strategy and mixed precision."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = wrap(engine, module, **options)
@@ -88,7 +88,7 @@ def test_the_same_modules_are_wrapped(rank, world, policy):
     precisions = [None, MixedPrecision(param_dtype=torch.bfloat16)]
     for build, mixed in itertools.product(MODELS.values(), precisions):
         if mixed and (policy == "size of leaves" or (policy == "size" and build is Attention)):
-            continue  # torch looks into forced leaves then, see the test of full-precision classes
+            continue  # torch then also wraps inside forced leaves, as another test checks
         got, expected = (
             units_of(
                 engine,
@@ -117,7 +117,7 @@ def test_ignored_modules_are_not_wrapped(rank, world):
 
 @ranks(2)
 def test_a_full_precision_class_inside_a_forced_leaf_is_still_found(rank, world):
-    """The policy forbids to look inside; only the class that must stay in fp32 is wrapped there."""
+    """Inside of a forced leaf, only modules of the class that must stay in fp32 are wrapped."""
     policy = functools.partial(
         size_based_auto_wrap_policy, min_num_params=1, force_leaf_modules={nn.Sequential}
     )
@@ -140,7 +140,7 @@ def test_a_module_at_two_places_is_one_unit_at_both(rank, world):
 
 
 class Shared(nn.Module):
-    """A layer registered at three places, and one more module."""
+    """A model with one layer that is registered at three places, and one more layer."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +166,7 @@ BY_LINEAR = {
 @pytest.mark.parametrize("policy", list(BY_LINEAR))
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_a_module_at_several_places_is_one_unit(rank, world, policy, use_orig_params):
-    """Below one parent or two, under a policy object or a callable."""
+    """The shared layer is registered twice in the root and once in a child of the root."""
     torch.manual_seed(0)
     plain = Shared()
 

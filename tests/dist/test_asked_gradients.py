@@ -31,7 +31,7 @@ def refused(reason, loss, inputs, **options):
 
 
 class Adjoint(torch.autograd.Function):
-    """Makes its gradients by a backward of its own, as torchdiffeq's adjoint does."""
+    """A function whose backward runs another backward, as torchdiffeq's adjoint does."""
 
     @staticmethod
     def forward(ctx, model, batch, *params):
@@ -59,7 +59,7 @@ def test_asked_gradients_are_those_of_a_backward(rank, world, kind):
         model.zero_grad()
     nothing = [p for p in params if p.numel() == 0]
 
-    def whole(grads):  # a rank without elements of a parameter shows no gradient of it
+    def whole(grads):  # a rank shows no gradient of a parameter without elements
         return [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
 
     loss_of(model, batches[0]).backward(inputs=params)
@@ -72,7 +72,7 @@ def test_asked_gradients_are_those_of_a_backward(rank, world, kind):
     second = torch.autograd.grad(loss_of(model, batches[2]), params, allow_unused=True)
     same(second, whole(expected[2]), "grad again")
     same(first, whole(expected[1]), "the first result after the second")
-    loss_of(model, batches[1]).backward()  # added to the gradients that were there
+    loss_of(model, batches[1]).backward()  # adds to the gradients of the first batch
     summed = [None if a is None else a + b for a, b in zip(expected[0], expected[1], strict=True)]
     torch.testing.assert_close(
         [local(p.grad) for p in params if p.grad is not None],
@@ -137,7 +137,10 @@ def test_asked_beside_inputs_unused_and_refused(rank, world, kind):
 
 @ranks(2)
 def test_asked_of_a_model_that_was_filled_on_a_rank_without_a_part(rank, world):
-    """``to_empty`` swaps all fields of a parameter, also where there is no value to fill in."""
+    """Gradients are right after ``to_empty``, also on a rank that has no elements of a parameter.
+
+    ``to_empty`` swaps all fields of a parameter, even if there is no value to fill in.
+    """
     with torch.device("meta"):
         model = nn.Linear(1, 1)
     fully_shard(model)

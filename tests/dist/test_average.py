@@ -1,4 +1,4 @@
-"""fsdpc.optim.Average: the averages of an unsharded model's values, to the bit."""
+"""fsdpc.optim.Average equals averages of whole parameters that the tests compute, to the bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
-    """Whole values, out of any kind of sharding."""
+    """Return the whole values of a model under any kind of sharding."""
     if isinstance(model, fsdpc.FullyShardedDataParallel):
         return {name: value.clone() for name, value in full_parameters(model).items()}
     return {
@@ -74,7 +74,7 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 @pytest.mark.parametrize("kind", list(MAKERS))
 def test_equals_an_average_by_hand(rank, world, door, kind):
-    """The averages are equal in the block, and values come back to the bit, also after an error."""
+    """Inside `applied` the model has the averages; then its values return, also after an error."""
     model = by_door(door, toy())
     optimizer = MAKERS[kind](list(model.parameters()))
     average, by_hand = Average(optimizer, 0.75), ByHand()
@@ -110,8 +110,9 @@ PASSES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", list(PASSES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_pass_of_the_step_takes_the_values(kind, dtype, monkeypatch):
-    """Every value but a parameter's first, to the bits of torch's lerp; in groups with their own
-    decays, and with a parameter that gets no gradient in one step.
+    """The step averages every value of a parameter except the first, with the bits of torch's lerp.
+
+    One group has its own decay, and one parameter gets no gradient in one step.
     """
     if dtype == torch.float64 and kind in ("AdamW8bit", "AdamMini", "AdamWBF16"):
         pytest.skip("float32 and narrower")
@@ -136,7 +137,7 @@ def test_the_pass_of_the_step_takes_the_values(kind, dtype, monkeypatch):
             decay = 0.3 if param is params[2] else 0.9
             wanted.setdefault(param, value.clone()).lerp_(value, 1 - decay)
             assert torch.equal(average.of(param), wanted[param])
-    assert seconds == [1]  # outside the pass: only the parameter without a gradient
+    assert seconds == [1]  # foreach_lerp ran only for the parameter without a gradient
 
 
 def test_values_that_a_hook_changes_behind_the_step():
@@ -178,7 +179,7 @@ def test_a_parameter_that_is_used_late(kind):
 
 
 def test_loading_through_torchs_state_dict_functions():
-    """torch's functions step an optimizer that has no state, to have states to load into."""
+    """To load states, torch's functions first run a step that creates the optimizer's states."""
 
     def made(steps):
         torch.manual_seed(0)
@@ -201,7 +202,10 @@ def test_loading_through_torchs_state_dict_functions():
 
 
 def test_rules_of_torch():
-    """torch's AveragedModel with its exponential and its uniform rule, in steps 2, 4 and 6."""
+    """Average equals torch's AveragedModel with its exponential and its uniform rule.
+
+    The average is taken in steps 2, 4 and 6.
+    """
     for decay, rule in (
         (0.9, torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)),
         (None, torch.optim.swa_utils.get_swa_multi_avg_fn()),
@@ -285,7 +289,7 @@ def load(rank, world, door, path, kind):
 @pytest.mark.parametrize("kind", ["AdamW", "AdamW8bit", "AdamMini"])
 @pytest.mark.parametrize("doors", [("orig", "fully_shard"), ("fully_shard", "flat")])
 def test_checkpoints_keep_averages(doors, kind, tmp_path):
-    """Averages are kept, also for optimizers whose own states belong to whole parameters."""
+    """Checkpoints keep averages, also for optimizers whose states belong to whole parameters."""
     run_ranks(save, 3, door=doors[0], path=str(tmp_path), kind=kind)
     run_ranks(load, 2, door=doors[1], path=str(tmp_path), kind=kind)
 
@@ -359,7 +363,7 @@ def test_units_that_step_in_backward(rank, world):
 @ranks(1, 2)
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 def test_a_backward_that_steps_units_in_a_block(rank, world, door):
-    """The backward is refused before anything is stepped, and training goes on as without it."""
+    """A backward inside `applied` raises before it steps a unit; later training is unaffected."""
     models = [by_door(door, toy()) for _ in range(2)]
     optimizers = [optim.in_backward(model, MAKERS["AdamW"]) for model in models]
     averages = [Average(optimizer, 0.5) for optimizer in optimizers]
@@ -398,8 +402,10 @@ def test_what_is_written_in_a_block_is_said(rank, world, door, tmp_path):
 
 @ranks(1, 2)
 def test_no_block_for_gathered_parameters(rank, world):
-    """The root of ``fully_shard`` behind a forward, and everything in ``summon_full_params``, would
-    keep their values.
+    """Average.applied raises if parameters are gathered.
+
+    Gathered parameters would not show the averages. After a forward the root of ``fully_shard`` is
+    gathered. Inside ``summon_full_params`` all units are gathered.
     """
     match = "gathered parameters in place of its own"
     for door in ("orig", "flat", "fully_shard"):

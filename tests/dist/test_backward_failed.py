@@ -1,5 +1,6 @@
-"""Programs that go on after a backward that raised: they save what they have, copy the model, read
-its values, train on. Values are those of the same program without the failed step.
+"""Programs that go on after a backward that raised: they save, copy, read or train the model.
+
+The values are those of the same program without the failed step.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ IN_BACKWARD = r"unit '.+' is in backward on rank \d: save and load state dicts b
 
 
 class Planted(Exception):
-    """What the tests raise in a backward."""
+    """The error that the tests raise in a backward."""
 
 
 def raise_planted(grad):
@@ -92,7 +93,7 @@ FAULTS = {
 
 
 class Block(nn.Module):
-    """Computes as the toys' block; in training its `fault` fails, where one is set."""
+    """A block like that of the toys. If `fault` is set, its backward raises an error."""
 
     def __init__(self, width=6, hidden=11, recompute=""):
         super().__init__()
@@ -170,7 +171,7 @@ class Run:
 
 
 def everything(run):
-    """What an emergency checkpoint holds, and copies and full values; whole."""
+    """Return the whole values of state dicts, of a copy of the model, and of full parameters."""
     model, optimizer, found = run.model, run.optimizer, {}
     for kind in (FULL, SHARDED, LOCAL):
         with typed(model, kind):
@@ -193,7 +194,7 @@ def everything(run):
     return {k: v.clone() for k, v in found.items() if isinstance(v, torch.Tensor)}
 
 
-# With "saved", what is recomputed has its own tensors, whose version is right: no fault.
+# With "saved", the "version" fault raises nothing: recomputed tensors have the right version.
 FAULTS_RECOMPUTED = [
     (kind, recompute)
     for kind in FAULTS
@@ -226,8 +227,9 @@ def test_an_emergency_checkpoint(rank, world, kind, recompute, strategy, use_ori
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("kind", ["shm", "wire"])
 def test_gradients_cleared_after_the_failure(rank, world, use_orig_params, to_none, late, kind):
-    """The ranks' sums of a unit come when the last of them has its gradients, perhaps after this
-    rank has set its own to zero.
+    """A unit's gradients are summed when the last rank has them.
+
+    That may be after this rank has set its own gradients to zero.
     """
     fsdpc.set_collectives(kind)
     run, calm = (Run(rank, use_orig_params=use_orig_params) for _ in range(2))
@@ -267,7 +269,10 @@ def test_replicas(rank, world, use_orig_params, to_none):
 @ranks(2)
 @BOTH
 def test_gradients_that_the_user_put_in_place(rank, world, use_orig_params):
-    """After the failure: another tensor, other memory, other values; all stay what they are."""
+    """After the failure the user changes gradients; the next backward adds to these gradients.
+
+    The user replaces `.grad`, or the memory of `.grad`, or only the values.
+    """
 
     def change(run, how):
         for p in (p for p in run.model.parameters() if p.grad is not None):
@@ -298,7 +303,7 @@ def test_gradients_that_the_user_put_in_place(rank, world, use_orig_params):
 @pytest.mark.parametrize("failing", [False, True], ids=["in no_sync", "in sync"])
 @pytest.mark.parametrize("after", [False, True], ids=["then no_sync", "then sync"])
 def test_accumulation_after_the_failure(rank, world, use_orig_params, to_none, failing, after):
-    """Each of the two backwards, the failed one and the next, sums over the ranks or does not."""
+    """The failed backward and the next backward each run inside or outside of no_sync."""
     run, calm = (Run(rank, use_orig_params=use_orig_params) for _ in range(2))
     for each in (run, calm):
         each.step(0, to_none)
@@ -318,7 +323,10 @@ def test_accumulation_after_the_failure(rank, world, use_orig_params, to_none, f
 @ranks(2)
 @BOTH
 def test_kept_gradients_outlive_the_failure(rank, world, use_orig_params):
-    """A micro-batch fails in no_sync, in the block whose backward is first: it is left out."""
+    """The backward of a micro-batch fails in no_sync, in the first block that backward reaches.
+
+    The accumulated gradients of the blocks stay, without this micro-batch.
+    """
     torch.manual_seed(0)
     model = Model()
     reference = Reference(model, loss_of=squares)
@@ -330,7 +338,7 @@ def test_kept_gradients_outlive_the_failure(rank, world, use_orig_params):
     run.backward(2)
     reference.backward(batch(rank, 2))
     got, expected = full_gradients(run.model), reference.gradients()
-    # The outlet's gradient of the failed micro-batch was there already, as without sharding.
+    # The outlet's gradient of the failed micro-batch was computed already, and stays.
     got, expected = ({k: v for k, v in d.items() if "blocks" in k} for d in (got, expected))
     check_equal(got, expected, "kept and new", rtol=1e-6, atol=1e-7)
 
@@ -338,7 +346,7 @@ def test_kept_gradients_outlive_the_failure(rank, world, use_orig_params):
 @ranks(2)
 @BOTH
 def test_one_rank_fails_in_no_sync(rank, world, use_orig_params):
-    """Nothing was sent: the other rank need not know, and this one goes on without the batch."""
+    """In no_sync nothing is sent, so only the rank that fails leaves the batch out."""
     torch.manual_seed(0)
     model = Model()
     reference = Reference(model, loss_of=squares)
@@ -361,7 +369,7 @@ def test_one_rank_fails_in_no_sync(rank, world, use_orig_params):
 
 
 class Partial(Model):
-    """A model with a unit that is not done before the backward has ended."""
+    """A model with an unused parameter, whose unit is done only when the backward ends."""
 
     def __init__(self):
         super().__init__()
@@ -371,7 +379,7 @@ class Partial(Model):
 @ranks(2)
 @BOTH
 def test_the_end_of_backward_fails(rank, world, use_orig_params):
-    """The error comes in the callback that torch calls when the graph has run."""
+    """The error is raised in the callback that torch calls after the graph has run."""
     run, calm = (Run(rank, model=Partial(), use_orig_params=use_orig_params) for _ in range(2))
     fails = False
     shape = []
@@ -406,7 +414,10 @@ def test_the_end_of_backward_fails(rank, world, use_orig_params):
 @BOTH
 @pytest.mark.parametrize("recompute", ["", "reentrant", "saved"])
 def test_a_running_backward_refuses(rank, world, use_orig_params, recompute):
-    """Refused in a hook, in a recomputation and in another thread meanwhile; the step is sound."""
+    """A running backward refuses state dicts and copies.
+
+    It does so in a hook, in a recomputation and in another thread, and the step is still right.
+    """
     run, calm = (Run(rank, recompute, use_orig_params=use_orig_params) for _ in range(2))
     refused = []
 
@@ -449,7 +460,10 @@ def test_the_end_of_backward_refuses(rank, world):
 @ranks(2)
 @BOTH
 def test_an_inner_backward_fails(rank, world, use_orig_params):
-    """The inner backward fails in a hook of an outer one: the state stays that of the outer one."""
+    """A hook of a backward runs a second backward, which fails.
+
+    The units are still in the outer backward, so a state dict is refused.
+    """
     run, calm = (Run(rank, use_orig_params=use_orig_params) for _ in range(2))
     probe = torch.ones(3, requires_grad=True)
     refused = []
@@ -472,7 +486,7 @@ def test_an_inner_backward_fails(rank, world, use_orig_params):
 @BOTH
 @ZEROS
 def test_the_units_get_another_root(rank, world, use_orig_params, to_none):
-    """A failed backward under one root; then the model becomes a part of another root."""
+    """After a failed backward under one root, the model becomes a part of another root."""
     run, calm = (Run(rank, use_orig_params=use_orig_params) for _ in range(2))
     for each in (run, calm):
         each.step(0, to_none)
@@ -492,7 +506,7 @@ def test_the_units_get_another_root(rank, world, use_orig_params, to_none):
 
 @ranks(2)
 def test_memory_of_the_failed_backward_goes_at_once(rank, world):
-    """Gradients of gathered parameters are freed: a backward may have run out of memory."""
+    """Gradients of gathered parameters are freed, as the backward may have run out of memory."""
     run = Run(rank, use_orig_params=True)
     run.step(0)
     run.fail(1)

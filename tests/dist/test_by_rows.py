@@ -1,5 +1,7 @@
-"""Units cut between the rows of their parameters: each rank's rows, and training equal to the bit
-to that with the flat layout. `pytest --layout rows` runs other tests of several ranks by rows, too.
+"""Units that are cut between the rows of their parameters.
+
+Each rank has its rows, and training equals training with the flat layout to the bit. With `pytest
+--layout rows` other tests of several ranks use this layout.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ OPTIONS = {
 
 
 class Odd(nn.Module):
-    """A scalar, an empty parameter, fewer rows than ranks, odd rows, bytes, a frozen one."""
+    """A model with a scalar, an empty parameter, few rows, odd rows, integers, frozen values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +57,11 @@ class Odd(nn.Module):
 
 
 def train(layout, rank, options, steps=3):
-    """Losses, and after each step gradients, parameters and the names that have no gradient."""
+    """Train, and return the model and a list of records.
+
+    The records are losses and, after each step, the gradients, the names of the parameters without
+    a gradient, and the parameters.
+    """
     seen = []
     with laid_out(layout):
         model = wrap_blocks("fsdpc", Odd(), use_orig_params=True, **options)
@@ -74,13 +80,13 @@ def train(layout, rank, options, steps=3):
 
 
 def rows_of(whole, comm):
-    """This rank's rows, as one dimension; none where torch.chunk has fewer chunks than ranks."""
+    """Return this rank's rows as one dimension; none if torch.chunk has fewer chunks than ranks."""
     chunks = (whole.flatten(1) if whole.dim() > 1 else whole.view(-1)).chunk(comm.world)
     return chunks[comm.rank].flatten() if comm.rank < len(chunks) else whole.flatten()[:0]
 
 
 def check_same(rank, options, **limits):
-    """Training by rows equals flat training, and every rank has the rows of torch.chunk."""
+    """Check that training by rows equals flat training, and that ranks have torch.chunk's rows."""
     (_, flat), (model, rows) = (train(layout, rank, options) for layout in ("flat", "rows"))
     for number, (one, other) in enumerate(zip(flat, rows, strict=True)):
         check_equal(other, one, f"record {number}", **limits)

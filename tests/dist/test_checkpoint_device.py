@@ -1,5 +1,7 @@
-"""On the simulated GPU: checkpoints through pinned memory equal those of processors to the bit,
-nothing waits but what must, and each wait that is left out is found.
+"""Checkpoints through pinned memory, on the simulated GPU.
+
+The files equal the files that CPU ranks write, to the bit. Neither the host nor a stream waits
+without need. If a test leaves out a wait, the simulator reports a race.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ BOUND = {"FSDPC_PINNED_MIB": "0.03"}
 
 
 class Run:
-    """A model with a buffer that its forward writes, and states."""
+    """A sharded model with a buffer that its forward writes, and with an optimizer."""
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(0)
@@ -53,8 +55,8 @@ def digest(path: Path) -> dict[str, str]:
 
 
 def save_all(rank: int, world: int, folder: str, steps: int = 2) -> None:
-    """Saves: in the foreground; in the background beside one more step; with a cast."""
-    staging.SLOT_BYTES = 1 << 16  # long ranges are cut
+    """Save in the foreground, in the background beside one more step, and with a cast."""
+    staging.SLOT_BYTES = 1 << 16  # so small that large values are copied in several parts
     run = Run(rank)
     for i in range(steps):
         run.step(i)
@@ -82,7 +84,7 @@ def load_and_save(rank: int, world: int, folder: str, to: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("world, more", [(1, {}), (2, {}), (2, BOUND)])
 def test_equal_to_processors(tmp_path: Path, world: int, more: dict[str, str]):
-    """Files of GPUs and processors are equal, also of a snapshot whose model has stepped since."""
+    """GPU files equal CPU files, even if the model has stepped since a background save began."""
     for name, where in (("cpu", {}), ("gpu", ON_GPU | more)):
         run_ranks(save_all, world, env=where, on_device=bool(where), folder=str(tmp_path / name))
     for kind in ("now", "later", "cast"):
@@ -94,7 +96,7 @@ def test_equal_to_processors(tmp_path: Path, world: int, more: dict[str, str]):
     run_ranks(load_and_save, 3 - world, env=ON_GPU | more, folder=folder, to=str(to))
     tensors = {name for name in digest(to) if name.endswith(".safetensors")}
     expected = {name: digest(tmp_path / "cpu" / "now")[name] for name in tensors}
-    for loaded in (to, tmp_path / "loaded-dcp"):  # also from torch's format
+    for loaded in (to, tmp_path / "loaded-dcp"):  # loaded-dcp was loaded from torch's format
         assert {name: digest(loaded)[name] for name in tensors} == expected
 
 
@@ -103,8 +105,10 @@ def test_equal_to_processors(tmp_path: Path, world: int, more: dict[str, str]):
 
 @contextmanager
 def held_back() -> Iterator[Callable[[checkpoint.SaveHandle], None]]:
-    """Saves in the background do not go on before the yielded function is called. That function
-    waits for the snapshot: the simulator only counts what the main thread has seen.
+    """Let saves in the background go on only after a call of the yielded function.
+
+    That function waits for the snapshot in the main thread, because the simulator counts only what
+    the main thread has seen.
     """
     go, finish = threading.Event(), staging.Landing.finish
     errors: list[BaseException] = []
@@ -164,18 +168,19 @@ def count_a_save(rank: int, world: int, folder: str) -> dict[str, Any]:
 def test_counts(tmp_path: Path):
     found = run_ranks(count_a_save, 1, env=ON_GPU, folder=str(tmp_path))[0]
     print(found)
-    # Three values per element (value, two moments), 18 step counters, the norm's buffers.
+    # Copied: three values per element (value, two moments), 18 step counters, the norm's buffers.
     elements = 16 * 64 + 64 + 3 * (2 * 64 * 96 + 64 + 96) + 64 * 4 + 4 + 2 * 16
     assert found["async"]["bytes_out"] == 12 * elements + 18 * 4 + 2 * 16 * 4 + 8
     assert found["save"]["bytes_out"] == found["async"]["bytes_out"]
-    # The stream waits for buffers at once and for the rest before the step; the host never waits.
+    # The current stream waits for the copies of buffers at once, and for the other copies before
+    # the optimizer's step. The host never waits.
     assert {name: found["async"][name] for name in ("begins", "joins", "finishes")} == {
         "begins": 1,
         "joins": 2,
         "finishes": 0,
     }
     assert found["host_syncs"] == 0 and found["pageable"] == 0 and found["new_pinned"] == 0
-    assert found["save"]["finishes"] == found["save"]["marks"] <= 4  # one per slot that is written
+    assert found["save"]["finishes"] == found["save"]["marks"] <= 4  # one per slot
     assert found["snapshot"] < found["async"]["bytes_out"] + (1 << 17)
     assert found["reports"] == []
 
@@ -184,7 +189,7 @@ def test_counts(tmp_path: Path):
 
 
 def declare_writers() -> None:
-    """Declare what the writer reads from pinned memory, and what a load writes there."""
+    """Tell the simulator which pinned memory the host reads in a save or writes in a load."""
     import simgpu
 
     from fsdpc.checkpoint import loading
@@ -214,7 +219,7 @@ def during(phase: str) -> None:
 
 
 def round_of(run: Run, folder: str, name: str) -> None:
-    """A step, a save in the foreground, one in the background beside a step, a load, a step."""
+    """Run a step, a save, a background save beside a step, a load, and a step."""
     run.step(1)
     during("save")
     checkpoint.save(f"{folder}/{name}-now", run.model, run.optimizer)
@@ -233,7 +238,10 @@ def round_of(run: Run, folder: str, name: str) -> None:
 
 
 def leave_out_waits_of_lanes() -> None:
-    """Makes calls do nothing that `_waits["left out"]` names: a phase, and a method of Lane."""
+    """Make calls of methods of Lane do nothing if they are those in `_waits["left out"]`.
+
+    `_waits["left out"]` is a phase of the round and the name of a method.
+    """
     from fsdpc._companions.lane import Lane
 
     for name in ("begin", "join", "finish"):
@@ -270,7 +278,7 @@ def leave_out_each(rank: int, world: int, folder: str) -> list[tuple[Any, list[s
     simgpu.policy("lazy")
     simgpu.options().quiet = True
     found = []
-    # Freeing a run frees pinned memory, a host sync, which could hide a wait that is left out.
+    # Freeing a run frees pinned memory, which waits for the GPU and could hide a missing wait.
     gc.disable()
     with Operators(everywhere=True):
         for number, planted in enumerate([None, *PLANTED]):
@@ -280,7 +288,7 @@ def leave_out_each(rank: int, world: int, folder: str) -> list[tuple[Any, list[s
             assert simgpu.cuda().cuCtxSynchronize() == 0
             simgpu.take_reports()
             _waits["left out"] = planted
-            # Step counts that come too late are odd numbers, and a step with them raises.
+            # If step counts are copied too late, their values are wrong, and a step may raise.
             with suppress(OverflowError, RuntimeError) if planted else nullcontext():
                 round_of(run, folder, str(number))
             _waits["left out"] = None

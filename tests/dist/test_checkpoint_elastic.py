@@ -1,6 +1,8 @@
-"""fsdpc.checkpoint: what one group of ranks saves, any number of ranks loads to the bit, under any
-sharding. Digests of tensors do not depend on who wrote them, so that two checkpoints are
-compared by their manifests; the first one is compared with torch's own full state dicts.
+"""fsdpc.checkpoint: any number of ranks, under any sharding, loads what other ranks saved.
+
+Values are equal to the bit. A manifest has the digest of each tensor, and the digest does not
+depend on the ranks that wrote the tensor. Two checkpoints are therefore compared by their
+manifests. The first checkpoint is also compared with torch's full state dicts.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ from fsdpc.checkpoint.ranks import ranks_of
 
 
 def digests(path: str) -> dict[str, str]:
-    """Every tensor's digest by name; names of the optimizer's tensors begin with "state."."""
+    """Return every tensor's digest by name; optimizer tensors' names begin with "state."."""
     body = json.loads((Path(path) / "fsdpc.json").read_text())
     return {name: form[0] for tensors in body["tensors"].values() for name, form in tensors.items()}
 
 
 def tensors_of(path: str) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, by the safetensors library."""
+    """Read all tensors of a checkpoint with the safetensors library."""
     found = {}
     for file in sorted(Path(path).rglob("*.safetensors")):
         with safe_open(str(file), "pt") as opened:
@@ -46,7 +48,7 @@ def tensors_of(path: str) -> dict[str, Tensor]:
 
 
 def make(kind: str, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model under a kind of sharding, and its optimizer."""
+    """Return a model under a kind of sharding, and its optimizer."""
     world = dist.get_world_size()
     if kind == "hybrid":
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
@@ -87,7 +89,7 @@ def write(rank: int, world: int, path: str, kind: str) -> float:
 
 
 def compare_with_full(path: str, model: nn.Module, optimizer: Any) -> None:
-    """The files hold what torch's own FULL state dicts hold."""
+    """Check that the files have the values of torch's own FULL state dicts."""
     stored = tensors_of(path)
     with typed(model, FULL):
         expected = dict(model.state_dict())
@@ -157,7 +159,10 @@ def read_mixed(rank: int, world: int, path: str, to: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fsdpc", "fsdpc-flat"])
 def test_every_kind_of_tensor(tmp_path: Path, kind: str):
-    """Ties, 0-dim, frozen, integer and low precision parameters, buffers, extra state."""
+    """Checkpoints keep ties, 0-dim, frozen, integer and low precision parameters, and buffers.
+
+    They also keep extra state.
+    """
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     expected = run_ranks(write_mixed, 2, path=first, kind=kind)[0]
     stored = tensors_of(first)
@@ -195,7 +200,10 @@ def test_files_do_not_show_how_many_ranks_wrote_them(tmp_path: Path):
 
 
 def write_on_hosts(rank: int, world: int, path: str, hosts: int, low: bool) -> None:
-    """As if the ranks were on several hosts, which write pages that they share in turns."""
+    """Save as if the ranks were on several hosts.
+
+    If several hosts write parts of one page of a file, they write the page one after the other.
+    """
     ranks = ranks_of(None)
     ranks.hosts = [f"host {number}" for number in range(hosts)]
     ranks.host = rank % hosts
@@ -232,7 +240,7 @@ def test_casts_on_request(tmp_path: Path, kind: str):
 
 
 def write_dcp(rank: int, world: int, path: str, kind: str) -> None:
-    """Writes the same values in both formats."""
+    """Write the same values in fsdpc's format and in torch's."""
     model, optimizer = make(kind)
     with pytest.raises(checkpoint.CheckpointError, match="the optimizer has no state"):
         checkpoint.save(f"{path}/dcp", model, optimizer, format="dcp")
@@ -244,7 +252,7 @@ def write_dcp(rank: int, world: int, path: str, kind: str) -> None:
 
 
 def read_dcp(rank: int, world: int, path: str) -> None:
-    """Reads by torch alone, into torch's fully_shard."""
+    """Load the checkpoint with torch's functions into a model of torch's fully_shard."""
     model, optimizer = make("fsdp2", toy(seed=5))
     weights, states = get_state_dict(model, optimizer)
     held = {"model": weights, "optimizer": states}
@@ -269,7 +277,7 @@ def test_torch_reads_folders_in_its_format(tmp_path: Path, kind: str):
 
 
 def write_by_torch(rank: int, world: int, path: str, kind: str) -> None:
-    """Writes as programs do that use torch alone; and the same values in fsdpc's format."""
+    """Write a checkpoint with torch's functions, and the same values in fsdpc's format."""
     model, optimizer = make(kind)
     train(rank, model, optimizer)
     weights, states = get_state_dict(model, optimizer)

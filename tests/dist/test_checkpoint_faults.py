@@ -1,4 +1,4 @@
-"""fsdpc.checkpoint when ranks die, fail or see a full disk: the last good checkpoint stays."""
+"""The last good checkpoint stays when ranks die or fail, or when the disk is full."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ POINTS = ("create", "write", "sync", "finish", "header", "manifest", "publish", 
 
 
 def filled(value: float, kind: str = "fsdpc") -> nn.Module:
-    """A model whose every element is one number: a mix of two checkpoints shows."""
+    """Return a model whose elements all equal `value`, to detect a mixture of two checkpoints."""
     model = build(kind)
     with torch.no_grad():
         for param in model.parameters():
@@ -43,7 +43,7 @@ def filled(value: float, kind: str = "fsdpc") -> nn.Module:
 
 
 def value_of(path: Path) -> float:
-    """The value that all elements of a checkpoint have, as one process reads them."""
+    """Return the value that all elements of a checkpoint have, read by one process."""
     model = build("plain")
     assert checkpoint.load(path, model).verified
     found = {float(x) for p in model.parameters() for x in p.detach().reshape(-1)}
@@ -64,7 +64,7 @@ class Position:
 
 
 def value_of_all(path: Path) -> float:
-    """The value that all elements of several objects in one checkpoint have."""
+    """Return the value that all elements of several objects in one checkpoint have."""
     models, position = {name: build("plain") for name in ("model", "ema")}, Position()
     loaded = checkpoint.load(path, models, states={"data": position})
     assert loaded.verified and loaded.step == position.value
@@ -77,7 +77,11 @@ def value_of_all(path: Path) -> float:
 def save_until_killed(
     rank: int, world: int, path: str, first: int, victim: int, at: str, several: bool
 ) -> None:
-    """`at`: a step's name, or the seconds after which the victim dies, wherever it is."""
+    """Save again and again, until `victim` dies.
+
+    If `at` is the name of a step of a save, the victim dies at this step. If `at` is a number, the
+    victim dies after so many seconds, at whichever step it has reached.
+    """
 
     def reach(name: str) -> None:
         if rank == victim and name == at:
@@ -119,7 +123,11 @@ def cases() -> list[tuple[int, str]]:
 
 @pytest.mark.long
 def test_killed_ranks_leave_a_complete_checkpoint(tmp_path: Path):
-    """Every second save is of several objects: all of them are new in the checkpoint, or none."""
+    """A rank that is killed during a save leaves the old checkpoint or the new one.
+
+    Every second case saves several objects. The checkpoint must have the new version of all objects
+    or of none.
+    """
     value = 0.0
     for number, (victim, at) in enumerate(cases()):
         several = number % 2 == 1
@@ -178,7 +186,7 @@ def test_a_failing_write_is_raised_on_all_ranks(
 
 
 def save_too_much(rank: int, world: int, path: str) -> str:
-    """RLIMIT_FSIZE makes writes fail as a full disk does, after the space was promised."""
+    """Save under an RLIMIT_FSIZE below a file's size: the file cannot grow, as on a full disk."""
     import resource
 
     checkpoint.save(Path(path) / "a", filled(1.0))
@@ -219,13 +227,16 @@ def test_ranks_that_differ_write_nothing(tmp_path: Path, what: str, text: str):
 
 
 def load_while_replaced(rank: int, world: int, path: str) -> tuple[set[float], set[float], str]:
-    """The checkpoint is replaced after rank 0 opened it and before rank 1 does; then a bit flips in
-    the few bytes of a block of states that another rank owns, as rank 1 reads them.
+    """Load while a checkpoint changes.
+
+    First, the checkpoint is replaced after rank 0 opened it and before rank 1 opens it. Then, a bit
+    flips during one read of rank 1. This read gets a few bytes of a block of optimizer states that
+    another rank owns.
     """
     folder, real_open, real_read = Path(path), loading.open_any, loading.read_table
 
     def late(target: Path, **options: Any) -> Any:
-        dist.barrier()  # rank 0 has opened it
+        dist.barrier()  # rank 0 has opened the checkpoint
         loading.open_any = real_open
         os.rename(folder / "a", folder / "old")
         os.rename(folder / "b", folder / "a")
@@ -371,7 +382,7 @@ def test_a_full_file_system(tmp_path: Path):
 
 
 def told(call: Callable[[], Any]) -> tuple[str, str]:
-    """The type of the exception that a call raises, and its text and notes."""
+    """Return the type of the exception that a call raises, and its text followed by its notes."""
     try:
         call()
     except BaseException as error:  # noqa: BLE001  Ctrl-C, too
@@ -380,7 +391,10 @@ def told(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 def at_step(name: str, act: Callable[[], object], *, after: bool = False) -> None:
-    """Calls `act` once when this rank comes to a step of a save; `after`: and when a save ends."""
+    """Call `act` once when a save of this rank reaches the step `name`.
+
+    With `after`, `act` is also called when a save ends.
+    """
     real, calls = saving.write_plan, []
 
     def reach(reached: str) -> None:
@@ -402,11 +416,11 @@ def ctrl_c() -> None:
 
 
 def interrupt_in_message(rank: int, folder: Path) -> None:
-    """Ctrl-C on rank 1 while it waits for a message of rank 0."""
+    """Send Ctrl-C to rank 1 while it waits for a message of rank 0."""
     if rank == 0:
 
         def stay_away() -> None:
-            until = time.monotonic() + 1.0  # over a wire the wait for a message is not interrupted
+            until = time.monotonic() + 1.0  # over a wire, Ctrl-C does not end a wait for a message
             while time.monotonic() < until and not (folder / ".over").exists():
                 time.sleep(0.01)
 
@@ -429,7 +443,7 @@ def interrupt_in_message(rank: int, folder: Path) -> None:
 
 
 def interrupt(rank: int, world: int, path: str, at: str) -> list[Any]:
-    """Rank 1 gets Ctrl-C, catches it and goes on."""
+    """Send Ctrl-C to rank 1, which catches the exception and saves again."""
     target, model = Path(path) / "a", filled(1.0)
     checkpoint.save(target, model)
     with torch.no_grad():
@@ -474,8 +488,10 @@ def interrupt(rank: int, world: int, path: str, at: str) -> list[Any]:
 @pytest.mark.parametrize("wire", ["shm", "wire"])
 @pytest.mark.parametrize("at", ["write", "message", "between steps", "verify", "read", "wait"])
 def test_ctrl_c(tmp_path: Path, at: str, wire: str):
-    """The interrupted rank raises KeyboardInterrupt, and the other rank at once an error that
-    says so; later saves work, or raise where ranks were in the middle of a message.
+    """The interrupted rank raises KeyboardInterrupt, and the other rank raises at once.
+
+    The error of the other rank says what happened. If SaveHandle.wait is interrupted, the other
+    rank raises nothing. Later saves work, or raise if ranks were in the middle of a message.
     """
     began = time.monotonic()
     env = {"FSDPC_COLLECTIVES": wire}
@@ -492,7 +508,7 @@ def test_ctrl_c(tmp_path: Path, at: str, wire: str):
         assert (then, other_then) == ("CheckpointError", "CheckpointError")
         assert "KeyboardInterrupt has ended an earlier save" in said, said
         assert "KeyboardInterrupt" in why_then or wire == "wire", why_then
-        assert value_of(tmp_path / "a") in (1.0, 2.0)  # 2.0 if all bytes were written by then
+        assert value_of(tmp_path / "a") in (1.0, 2.0)  # 2.0 if all bytes were written before Ctrl-C
         return
     assert (then, other_then) == ("", ""), (said, why_then)
     assert value_of(tmp_path / "a") == 3.0
@@ -506,7 +522,7 @@ def test_ctrl_c(tmp_path: Path, at: str, wire: str):
 
 def lose_one_at_first(rank: int, world: int, path: str, kind: str) -> tuple[str, str]:
     model = filled(1.0, kind)
-    if kind == "plain":  # torch's own collectives have run, none of fsdpc's
+    if kind == "plain":  # the ranks have used torch's collectives, but none of fsdpc's
         dist.barrier()
     if rank == 1:
         die()
@@ -515,7 +531,11 @@ def lose_one_at_first(rank: int, world: int, path: str, kind: str) -> tuple[str,
 
 @pytest.mark.parametrize("kind", ["fsdpc", "plain"])
 def test_a_rank_that_dies_before_the_first_save_or_load(tmp_path: Path, kind: str):
-    """Once, the others waited for it until a new group's deadline, whose error named no rank."""
+    """If a rank dies before the first save or load, the other ranks raise without a long wait.
+
+    In an earlier version, the other ranks waited until the timeout of a new process group, and the
+    error named no rank.
+    """
     began, env = time.monotonic(), {"FSDPC_TIMEOUT": "100"}
     first, *_ = run_ranks(
         lose_one_at_first, 3, faults=True, env=env, path=str(tmp_path / "a"), kind=kind
@@ -544,7 +564,10 @@ def lose_a_host(rank: int, world: int, path: str, how: str, async_: bool) -> tup
 
 @pytest.mark.parametrize(("how", "async_"), [("dies", True), ("stops", False), ("stops", True)])
 def test_a_host_that_is_lost(tmp_path: Path, how: str, async_: bool):
-    """Both ranks of another host are gone, over a wire: the error names them by the deadline."""
+    """Both ranks of another host die or stop while they save over a wire.
+
+    Rank 0 raises an error that names a lost rank, at the latest at the deadline.
+    """
     env = {"FSDPC_COLLECTIVES": "wire", "FSDPC_TIMEOUT": "2"}
     arguments = {"path": str(tmp_path), "how": how, "async_": async_}
     first, *_ = run_ranks(lose_a_host, 3, faults=True, env=env, **arguments)
@@ -557,7 +580,7 @@ def test_a_host_that_is_lost(tmp_path: Path, how: str, async_: bool):
 
 
 def save_twice(rank: int, world: int, path: str) -> tuple[bool, str]:
-    """Rank 1's thread is still in the save when the save of rank 0 is done."""
+    """Start a second save when rank 0 has done the first save and rank 1 is still in it."""
     go = threading.Event()
     if rank == 1:
         at_step("", lambda: go.wait(60), after=True)

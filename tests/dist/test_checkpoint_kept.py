@@ -1,5 +1,6 @@
-"""What a save, and a stream of weights, keeps of a model for the next one: used as long as the
-model is the same, and never after it has changed.
+"""Tests of the cache of what a save or a stream of weights has read from a model.
+
+The next save or stream uses the cache if the model has not changed, and never after a change.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fsdpc.checkpoint import folders, kept, unchanged, whole
 
 
 class Net(nn.Module):
-    """Two units' layers, and what no unit shards."""
+    """A module with two layers that may become units, and with parameters that no unit shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ def build(kind: str) -> Net:
 
 @torch.no_grad()
 def change(model: Net, what: str) -> None:
-    """Changes the model, alike on all ranks but for this rank's elements."""
+    """Change the model on all ranks in the same way; each rank changes its own sharded elements."""
     sharded = next(model.first.parameters())
     if what == "values":
         for param in model.parameters():
@@ -95,7 +96,7 @@ SAME = ("", "values", "note")
 
 
 def change_and_save(rank: int, world: int, path: str, kind: str) -> dict[str, Any]:
-    """Saves after each change, and tells whether the kept reading was used."""
+    """Save after each change, and return for each change whether the save used the cache."""
     model, used = build(kind), {}
     read, reads = kept.read_model, []
     kept.read_model = lambda *given: reads.append(1) or read(*given)
@@ -145,7 +146,7 @@ KEPT = ("", "step", "lr")
 
 
 def train_and_save(rank: int, world: int, path: str, kind: str) -> dict[str, bool]:
-    """Saves after each change of an optimizer, and tells whether the kept reading was used."""
+    """Save after each change, and return for each change whether cached states were used."""
     model, used = build(kind), {}
     params = list(model.parameters())
     optimizer = torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:], "lr": 0.5}])
@@ -154,7 +155,7 @@ def train_and_save(rank: int, world: int, path: str, kind: str) -> dict[str, boo
 
     def step() -> None:
         for number, param in enumerate(params):
-            if param.numel():  # as in backward: ranks then have states of different parameters
+            if param.numel():  # as in backward: without elements, no gradient
                 param.grad = torch.full_like(param, number + 1.0)
         optimizer.step()
 
@@ -205,7 +206,7 @@ def test_only_of_an_optimizer_whose_states_have_not_changed(tmp_path: Path, kind
 
 
 def freeze_and_save(rank: int, world: int, path: str) -> dict[str, list[int]]:
-    """The inodes of the files of each save, those of frozen parameters last."""
+    """Return the inodes of each save's files. The file of frozen parameters is the last one."""
     kept.FROZEN_BYTES = 1
     model = build("fully_shard")
     sharded = list(model.first.parameters())
@@ -229,7 +230,7 @@ def freeze_and_save(rank: int, world: int, path: str) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     save("a")
     save("b")
-    if rank == 1:  # on one rank alone
+    if rank == 1:
         with torch.no_grad():
             sharded[0].add_(1)
     save("changed")
@@ -243,9 +244,9 @@ def freeze_and_save(rank: int, world: int, path: str) -> dict[str, list[int]]:
     save("touched")
     unchanged._links.clear()
     real, os.link = os.link, refuse
-    copy_of, folders.Draft.copy = folders.Draft.copy, None  # all ranks write, none copies
+    copy_of, folders.Draft.copy = folders.Draft.copy, None  # no rank may copy: all write
     save("refused")
-    unchanged._links.update({Path(path): True})  # as if links had been refused meanwhile
+    unchanged._links.update({Path(path): True})  # as if links had worked in this folder before
     folders.Draft.copy = copy_of
     save("copied")
     folders.Draft.copy = None
@@ -276,7 +277,7 @@ def test_files_of_frozen_parameters_are_linked_while_they_do_not_change(tmp_path
 
 
 def groups(rank: int, world: int, path: str) -> None:
-    """Saves one plain model by all ranks, by two of them, and by all again."""
+    """Save one plain model from all ranks, then from two ranks, then from all ranks."""
     model = build("plain")
     checkpoint.save(f"{path}/all", model)
     pair = dist.new_group([0, 1])
@@ -289,7 +290,7 @@ def groups(rank: int, world: int, path: str) -> None:
 
 @pytest.mark.parametrize("guards", [None, lambda *tensors: None])
 def test_nothing_is_kept_where_torch_compares_no_tensors(monkeypatch, guards):
-    """The class is missing, or its signature has changed: it is internal to torch."""
+    """Nothing is kept if torch's class TensorGuards is missing or has another signature."""
     monkeypatch.setattr(kept, "TensorGuards", guards)
     tensors = [torch.zeros(2)]
     forms = kept.Forms(tensors)

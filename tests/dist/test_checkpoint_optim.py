@@ -1,5 +1,7 @@
-"""Every optimizer of fsdpc.optim through checkpoints at other numbers of ranks: states are equal by
-their digests, the next step's parameters and loss are those of a run that was never saved.
+"""Checkpoints of every optimizer of fsdpc.optim, loaded by other numbers of ranks.
+
+A checkpoint that is loaded and saved again has the digests of the first one. The parameters and the
+loss of the next step are those of a run that was never saved.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def hop(
 
 def never_saved(name: str) -> dict[str, torch.Tensor]:
     model, threads = Model(torch.float32), torch.get_num_threads()
-    torch.set_num_threads(1)  # as ranks have: matrix products depend on their number
+    torch.set_num_threads(1)  # as ranks do: the number of threads changes matrix products
     train(model, make(name, model), range(STEPS + 1), False)
     torch.set_num_threads(threads)
     return full(model, "plain") | {"loss": model(0).detach()}
@@ -85,7 +87,7 @@ def test_optimizers_at_other_numbers_of_ranks(tmp_path: Path):
             assert digests(paths[i][name]) == digests(paths[0][name]), (name, kind)
             for key, value in expected[name].items():
                 if name == "AdamWBF16" and kind == "flat":
-                    continue  # the parameter's position differs, and so do random bits
+                    continue  # random bits depend on the parameter's position, which differs
                 for each in found:
                     same(name, each[name][key], value)
 
@@ -131,7 +133,7 @@ def test_states_of_another_form_are_refused(tmp_path: Path):
 
 
 class WithIntegers(nn.Module):
-    """An optimizer of all parameters keeps states of the integers, too."""
+    """A module with integer parameters, for which an optimizer makes states, too."""
 
     def __init__(self):
         super().__init__()
@@ -186,7 +188,9 @@ def give(state: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 @pytest.mark.parametrize("door", ["units", "flat", "fully_shard"])
 def test_states_of_integers(tmp_path: Path, door: str):
-    """Units keep integers as bytes, while states must count elements. The bytes that a
-    flat parameter shows have no form by names.
+    """States of integer parameters can be saved, although units keep integers as bytes.
+
+    A flat parameter contains integers as bytes. States of these bytes cannot be saved by parameter
+    names, so a save refuses them.
     """
     run_ranks(integers, 2, path=str(tmp_path / "made"), door=door)

@@ -1,5 +1,5 @@
-"""fsdpc.checkpoint in programs as people write them: wrapped and compiled models, averages beside
-the model, accumulation, evaluation while training goes on, preemption.
+"""Tests of fsdpc.checkpoint in programs as people write them: wrapped and compiled models, averages
+of a model's weights, gradient accumulation, evaluation during training, and preemption.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import fsdpc
 from fsdpc import checkpoint
 from fsdpc.checkpoint import background, loading
 
-LOADED_BY_RANKS = ["torch._inductor.compile_fx"]  # the compiler, which each rank would import
+LOADED_BY_RANKS = ["torch._inductor.compile_fx"]  # imported once before the ranks are forked
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -36,7 +36,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def wrapped(kind: str, seed: int) -> nn.Module:
-    """A model inside of other libraries' wrappers."""
+    """Return a model inside of other wrappers."""
     if kind == "DDP":
         return nn.parallel.DistributedDataParallel(toy(seed))
     if kind == "compiled part":
@@ -108,18 +108,24 @@ def without_memory(rank: int, world: int, path: str) -> None:
 
 
 def test_a_model_without_memory(tmp_path: Path):
-    """The error was once "Cannot copy out of meta tensor"."""
+    """Save and load of a model on the meta device raise an error that tells what to do.
+
+    In an earlier version, the error was "Cannot copy out of meta tensor".
+    """
     run_ranks(without_memory, 2, path=str(tmp_path / "a"))
 
 
 def end_at_once(rank: int, world: int, path: str) -> None:
     model = build("fsdp2", toy())
     checkpoint.save(path, model, async_=True)
-    threading._shutdown()  # the interpreter's first act at its end, which ends pools of threads
+    threading._shutdown()  # the interpreter calls this when it exits, which ends thread pools
 
 
 def test_a_program_that_ends_behind_a_save_in_the_background(tmp_path: Path):
-    """Once: "cannot schedule new futures after interpreter shutdown", and no checkpoint."""
+    """A save in the background is completed even if the program ends first.
+
+    In an earlier version, the save raised "cannot schedule new futures after interpreter shutdown".
+    """
     run_ranks(end_at_once, 2, path=str(tmp_path / "a"))
     checkpoint.load(tmp_path / "a", build("plain", toy(1)))
 
@@ -139,14 +145,20 @@ def end_by_an_error(rank: int, world: int, path: str) -> None:
 
 
 def test_an_error_that_ends_a_program_lets_a_save_in_the_background_end_first(tmp_path: Path):
-    """Before, peers heard of the error at once, on the save's communicator too: no checkpoint."""
+    """The checkpoint is complete if a rank ends by an error during a background save.
+
+    In an earlier version, the other ranks got the error at once, also through the communicator of
+    the save. No checkpoint was written.
+    """
     run_ranks(end_by_an_error, 2, path=str(tmp_path / "a"))
     checkpoint.load(tmp_path / "a", build("plain", toy(1)))
 
 
 def accumulate(rank: int, world: int, path: str) -> None:
-    """A save between two micro-batches changes nothing; gradients are not in it, so a program goes
-    back to the first micro-batch of the step.
+    """Check that a save between two micro-batches changes nothing.
+
+    A checkpoint has no gradients, so a program that loads one repeats the step from its first
+    micro-batch.
     """
 
     def micro(model: nn.Module, number: int) -> None:
@@ -170,7 +182,7 @@ def accumulate(rank: int, world: int, path: str) -> None:
         scheduler.step()
         ends.append(full_parameters(model))
     model, optimizer, scheduler = make(2)
-    micro(model, 7)  # what was accumulated before is the program's to clear
+    micro(model, 7)  # a load keeps these gradients: the program must clear them, as below
     found = checkpoint.load(path, model, optimizer, scheduler)
     assert found.extra["micro"] == 1 and torch.equal(found.extra["random"], position["random"])
     optimizer.zero_grad()
@@ -216,7 +228,7 @@ def test_fine_tuning_with_another_head(tmp_path: Path):
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a low-rank part beside it."""
+    """A frozen layer with a trainable low-rank update."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
@@ -238,7 +250,7 @@ def adapted(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def adapters(rank: int, world: int, path: str, save: bool) -> list[float]:
-    """Saves weights and moments of adapters alone, or loads them into a whole model."""
+    """Save only the weights and moments of adapters, or load them into a whole model."""
     model, optimizer = adapted(1 if save else 2)
     if save:
         loss_of(model, tokens(0, 0)).backward()
@@ -288,7 +300,7 @@ def differ(rank: int, world: int, path: str, kind: str) -> str:
             checkpoint.load(path, model, **options)
     after = full_parameters(model)
     assert all(torch.equal(after[key], before[key]) for key in before)
-    checkpoint.load(path, model)  # no rank waits for another
+    checkpoint.load(path, model)  # this load works only if no rank still waits in the failed load
     return str(raised.value)
 
 
@@ -341,7 +353,10 @@ print(good > 0)
 
 @pytest.mark.long
 def test_evaluation_while_training_goes_on(tmp_path: Path):
-    """A process on its own reads what `latest` names while that moves and old ones are removed."""
+    """Another process loads the checkpoint that `latest` names.
+
+    Meanwhile, training changes `latest` and removes old checkpoints.
+    """
     here = Path(__file__).parent
     command = [sys.executable, "-c", EVALUATE, str(tmp_path / "run"), str(here)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as evaluation:
@@ -355,7 +370,7 @@ def test_evaluation_while_training_goes_on(tmp_path: Path):
 
 
 def until_preempted(rank: int, world: int, path: str) -> int:
-    """The scheduler's SIGTERM reaches ranks in different steps: they agree before they save."""
+    """Train until SIGTERM. It reaches ranks in different steps, so they agree before they save."""
     stop = torch.zeros(())
     signal.signal(signal.SIGTERM, lambda *_: stop.fill_(1))
     model = build("fsdpc")

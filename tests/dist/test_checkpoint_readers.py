@@ -1,5 +1,6 @@
-"""What two ranks wrote, read by other libraries as it is; and loads between two forwards, while
-units stay gathered.
+"""Tests that other libraries read checkpoints of several ranks without a conversion.
+
+Other tests load a checkpoint between two forwards, while units stay gathered.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from toys import loss_of, tokens, toy, wrap
 
 from fsdpc import checkpoint
 
-WIDTH = 1100  # a weight of 4.8 MB: more than a block of checksums, and past the page cache
+WIDTH = 1100  # a weight has 4.8 MB, and so more than one block of checksums
 
 
 class Named(nn.Module):
-    """Parameters under the names of a state dict, so that ranks need not import the library."""
+    """A module with the parameters of a state dict, so that ranks need not import transformers."""
 
     def __init__(self, state: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -71,7 +72,10 @@ def write_big(rank: int, world: int, path: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fsdpc", "fsdp2"])
 def test_big_tensors_and_other_readers(tmp_path: Path, kind: str):
-    """A tensor of several blocks. torch's reader, too, takes the optimizer's tensors by name."""
+    """A tensor may have several checksum blocks.
+
+    torch's HuggingFaceStorageReader can also read optimizer states by name.
+    """
     path = tmp_path / "big"
     run_ranks(write_big, 3, path=str(path), kind=kind)
     body = json.loads((path / "fsdpc.json").read_text())
@@ -119,19 +123,19 @@ def test_values_are_seen_by_the_next_forward(tmp_path: Path, strategy: int, orig
 
 
 def bytes_read() -> int:
-    """The bytes that this process has read so far, from the page cache or a disk."""
+    """Return the bytes that this process has read so far, from the page cache or a disk."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
 
 
 def count_bytes(rank: int, world: int, path: str, kind: str) -> dict[str, int]:
-    """The bytes that loads of this rank read: without checksums, and with all of them first."""
+    """Return the bytes that this rank reads in a load, by the value of `verify`."""
     model = build(kind, nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)))
     optimizer = torch.optim.AdamW(model.parameters())
     sum(param.sum() for param in model.parameters()).backward()
     optimizer.step()
     checkpoint.save(path, model, optimizer)
-    checkpoint.load(path, model, optimizer)  # imports and opens what the first load needs
+    checkpoint.load(path, model, optimizer)  # the first load also imports modules and opens files
     found = {}
     for verify in ("no", "before"):
         before = bytes_read()
@@ -142,7 +146,11 @@ def count_bytes(rank: int, world: int, path: str, kind: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", ["fsdpc", "fsdp2"])
 def test_a_rank_reads_its_shard_and_no_more(tmp_path: Path, kind: str):
-    """Each range may cost a page more. Headers and JSON are read whole, some of them twice."""
+    """A rank reads its shard and little more.
+
+    For each range, a rank may read one page more. Headers and JSON files are read as a whole, some
+    of them twice.
+    """
     found = run_ranks(count_bytes, 2, path=str(tmp_path / "a"), kind=kind)
     params = [512 * 1024, 1024, 512 * 1024, 512]
     shard = 3 * 4 * sum(params) // 2  # values and two moments

@@ -1,4 +1,4 @@
-"""Which folders of steps stay, and the end of a run that is asked to stop."""
+"""Tests of which checkpoints a Checkpointer keeps, and of how a signal ends a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdpc.checkpoint import Checkpointer, CheckpointError, Preemption
 
 
 def stays(path, metrics: dict[int, float | None], **options) -> list[int]:
-    """The steps whose folders are there after a run that saves these."""
+    """Return the steps whose folders remain after a run that saves the steps of `metrics`."""
     keeper = Checkpointer(path, **options)
     model = nn.Linear(2, 2)
     for step, metric in metrics.items():
@@ -46,7 +46,7 @@ def test_what_stays(tmp_path, options, expected):
 
 
 def test_the_best_is_found_again(tmp_path):
-    """Metrics are in the manifests, so a later run knows them; some steps have none."""
+    """Metrics are in the manifests, so a later run can read them. Some steps have no metric."""
     assert stays(tmp_path, {1: 5.0, 2: 1.0, 3: None}, keep=1, best="min") == [2, 3]
     keeper = Checkpointer(tmp_path, keep=1, best="min")
     assert keeper.best() == keeper.path(2)
@@ -55,12 +55,16 @@ def test_the_best_is_found_again(tmp_path):
     found = keeper.resume(model)
     assert (found.step, found.metric) == (3, None)
     keeper.save(4, model, metric=0.5)
-    assert (keeper.steps(), keeper.best()) == ([3, 4], keeper.path(4))  # the run resumed from 3
+    assert (keeper.steps(), keeper.best()) == ([3, 4], keeper.path(4))  # step 3 was resumed
     assert Checkpointer(tmp_path / "none", best="max").best() is None
 
 
 def test_rolled_back(tmp_path):
-    """Abandoned steps go first, also the best and every n-th of them; protected ones stay."""
+    """Steps later than the step to which the run has gone back are abandoned.
+
+    Abandoned steps are removed before all others. `best` and `keep_every` do not keep an abandoned
+    step, but `protected` does.
+    """
     model = nn.Linear(2, 2)
     keeper = Checkpointer(tmp_path, keep=2, keep_every=2, best="min", protected=[6])
     for step in (2, 4, 5, 6):
@@ -94,7 +98,7 @@ def test_ranks_with_other_metrics(rank, world, tmp_path):
 
 @ranks(2, 3)
 def test_preemption(rank, world, tmp_path, caplog=None):
-    """One rank gets the signal in the middle of a step; all ranks save the same step and end."""
+    """One rank gets the signal in the middle of a step. All ranks save the same step and end."""
     model, done = nn.Linear(2, 2), 0
     before = signal.getsignal(signal.SIGTERM)
     keeper = Checkpointer(tmp_path, every=100, async_=True)
@@ -126,7 +130,7 @@ def test_too_late(caplog):
 
 
 def test_signals_that_no_process_can_handle():
-    """Signals that could be handled get their handlers back, also where a signal is named twice."""
+    """Signal handlers are restored, even after a failure or if a signal is given twice."""
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(OSError, match="Invalid argument"):
         Preemption(signals=(signal.SIGTERM, signal.SIGKILL))

@@ -1,5 +1,7 @@
-"""Several models, optimizers and other objects in one checkpoint: all or nothing, any number of
-ranks, one of them alone.
+"""Several models, optimizers and other objects in one checkpoint.
+
+Any number of ranks loads all of these objects, or none of them if the load fails. Each model can
+also be loaded alone.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from fsdpc.checkpoint.verify import describe, verify
 
 def net(seed: int, door: str) -> nn.Module:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3))  # each of 3 ranks holds elements
+    model = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3))  # each of 3 ranks has elements
     if door == "fully_shard":
         return fsdpc.fully_shard(model)
     return fsdpc.FSDP(model, use_orig_params=door == "orig")
 
 
 class Loader:
-    """A data loader with a position of its own on each rank."""
+    """A data loader that has a different position on each rank."""
 
     def __init__(self, position: int) -> None:
         self.position = position
@@ -43,7 +45,10 @@ class Loader:
 
 
 def trained(seed: int, door: str):
-    """Three models, one in place of an average, and optimizers of the others after a step."""
+    """Return three models and their optimizers. Each optimizer has taken a step.
+
+    The third model stands for an average of weights, and has no optimizer.
+    """
     first, second = net(seed, door), net(seed + 1, door)
     params = list(first.parameters())
     half = max(1, len(params) // 2)
@@ -61,7 +66,7 @@ def trained(seed: int, door: str):
 
 
 def values(models, optimizers):
-    """Whole values of everything."""
+    """Return the whole values of all models and optimizer states."""
     found = {n: whole(copy.deepcopy(m.state_dict())) for n, m in models.items()}
     for name, optimizer in optimizers.items():
         for i, state in enumerate(optimizer.state.values()):
@@ -101,7 +106,7 @@ def test_several_objects(rank, world, door, tmp_path):
     assert equal(values(others, fresh), expected)
     assert (again["loader"].position, again["scaler"].position) == (10 + rank, 5)
     assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == drawn
-    # one of the models, by its name and by its folder
+    # Load one of the models, by its name and by its folder.
     for path, model in (
         (tmp_path / "all", lambda m: {"ema": m}),
         (tmp_path / "all/ema", lambda m: m),
@@ -139,7 +144,7 @@ def test_other_number_of_ranks(tmp_path):
 
 @ranks(2)
 def test_all_or_nothing(rank, world, tmp_path):
-    """Damage in the last part is found before the first part is changed."""
+    """A load finds damage in the last object before it changes the first object."""
     models, optimizers = trained(0, "fully_shard")
     checkpoint.save(tmp_path / "all", models, optimizers)
     if rank == 0:
@@ -194,7 +199,7 @@ def test_refusals(rank, world, tmp_path):
 
 @ranks(2)
 def test_folders_of_steps(rank, world, tmp_path):
-    """`Checkpointer` takes the same arguments, also in the background."""
+    """`Checkpointer` takes the arguments of `save` and `load`, also for background saves."""
     models, optimizers = trained(0, "orig")
     expected = values(models, optimizers)
     keeper = checkpoint.Checkpointer(tmp_path, keep=1, async_=True)
@@ -210,7 +215,10 @@ def test_folders_of_steps(rank, world, tmp_path):
 
 @ranks(2)
 def test_a_group_of_some_ranks(rank, world, tmp_path):
-    """Ranks outside of the group once got "cannot create weak reference to 'int' object"."""
+    """Ranks outside of the group get an error that says that they are not in the group.
+
+    In an earlier version, they got "cannot create weak reference to 'int' object".
+    """
     group = dist.new_group([1])
     model = nn.Linear(2, 2)
     if rank == 1:

@@ -1,7 +1,9 @@
-"""fsdpc.checkpoint on URLs, through drivers of fsspec: uploads that end well or are no checkpoint,
-reads by ranges, folders of steps. The driver here is that of local files, which may fail or be
-slow; kills, and benchmarks/bench_storage.py, are against an S3 server. `FSDPC_TEST_KILLS=50` kills
-more often.
+"""Tests of fsdpc.checkpoint on URLs, through drivers of fsspec.
+
+The tests cover uploads that succeed or leave no checkpoint, reads of byte ranges, and folders of
+steps. Most tests use a driver of local files whose uploads can fail or be slow. The test that kills
+ranks uses an S3 server, as benchmarks/bench_storage.py does. `FSDPC_TEST_KILLS=50` sets the number
+of kills to 50.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ KILLS = int(os.environ.get("FSDPC_TEST_KILLS", "1"))
 
 
 class Odd(LocalFileSystem):
-    """Local files by ``odd://``, whose uploads fail, die or wait, and which counts what is read."""
+    """A file system of local files under ``odd://`` that counts the bytes that are read.
+
+    Its uploads can fail, wait or kill the process.
+    """
 
     protocol = "odd"
     cachable = False
@@ -68,7 +73,7 @@ fsspec.register_implementation("odd", Odd, clobber=True)
 
 @pytest.fixture
 def s3(monkeypatch):
-    """A function that starts moto's server with a bucket, and returns the ranks' environment."""
+    """Yield a function that starts moto's server with a bucket and returns the environment."""
     pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -133,7 +138,7 @@ def test_uploads_load_at_any_number_of_ranks(tmp_path: Path, kind: str):
     run_ranks(load_there, 1, path=str(tmp_path), kind="plain")
     names = {str(p.relative_to(tmp_path / "a")) for p in (tmp_path / "a").rglob("*")}
     assert names == {str(p.relative_to(tmp_path / "b")) for p in (tmp_path / "b").rglob("*")}
-    for name in names - {"fsdpc.json"}:  # this file differs from the local one
+    for name in names - {"fsdpc.json"}:  # fsdpc.json of a URL differs from that of a local folder
         if (tmp_path / "a" / name).is_file():
             assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
@@ -204,7 +209,10 @@ def test_steps_are_kept_found_and_gone_back_to(tmp_path: Path):
 
 
 def slow_saves(rank: int, world: int, path: str) -> list[str]:
-    """What a reader sees that looks all the time."""
+    """Save three steps, while a thread of rank 1 verifies the checkpoints that it finds.
+
+    Returns the outcomes on rank 1: "good", "damaged" or an error's text.
+    """
     model, optimizer = trained("fsdpc")
     if rank < 2:
         Odd.wait = 0.02
@@ -268,7 +276,11 @@ def test_one_process_damage_and_the_command(tmp_path: Path, capsys):
 
 
 def save_until_killed(rank: int, world: int, url: str, path: str, victim: int, after: float):
-    """Each step is saved over the one before; all elements of the model are the step's number."""
+    """Save until rank ``victim`` is killed.
+
+    Before each save, all elements of the model are set to the number of the save. Every second save
+    replaces the checkpoint of the save before it.
+    """
     model = build("fsdp2")
     keeper = checkpoint.Checkpointer(url, keep=2, keep_every=5, staging=path)
     found = keeper.resume(model)
@@ -285,7 +297,11 @@ def save_until_killed(rank: int, world: int, url: str, path: str, victim: int, a
 
 
 def seen_until(url: str, done: threading.Event, kept: list[int]) -> None:
-    """Counts the checkpoints that it looks at: whole ones, ones replaced meanwhile, broken ones."""
+    """Read the latest checkpoint again and again, and count the outcomes in ``kept``.
+
+    The three counts are of whole checkpoints, of checkpoints that were replaced during the read,
+    and of broken checkpoints.
+    """
     keeper = checkpoint.Checkpointer(url)
     while not done.wait(0.02):
         path = keeper.latest()
@@ -325,7 +341,7 @@ def test_killed_ranks_leave_whole_checkpoints_in_object_storage(
         number = found.extras[0]["number"]
         values = {float(x) for p in model.parameters() for x in p.detach().reshape(-1)}
         assert values == {number} and found.step == number // 2, (values, number)
-        assert number >= before - 1  # the checkpoint that was being replaced may be gone
+        assert number >= before - 1  # a killed save may lose the checkpoint that it was replacing
         before = number
     done.set()
     looker.join()

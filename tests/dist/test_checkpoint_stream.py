@@ -1,5 +1,6 @@
-"""fsdpc.checkpoint.stream: sets of full weights under each kind of sharding, and readers in other
-processes: none is torn, none waits forever, whoever dies is named.
+"""Tests of fsdpc.checkpoint.stream: sets of full weights under each kind of sharding, and readers
+in other processes. No reader gets a mixture of two sets or waits forever, and errors name a process
+that dies.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def sharded(kind: str, model: nn.Module) -> nn.Module:
 
 
 def check(found: dict[str, torch.Tensor], model: nn.Module, dtype: torch.dtype | None = None):
-    """Checks that the tensors are those of the unsharded model's state_dict()."""
+    """Check that ``found`` equals the state_dict() of the unsharded ``model``."""
     expected = {k: v for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -61,7 +62,7 @@ def test_sets_are_what_the_unsharded_model_has(rank, world, kind, dtype):
                 if param.is_floating_point():
                     param.mul_(2)
     check(dict(tap), expected, dtype)
-    check(found, mixed(1), dtype)  # tensors that were taken before stay as they were
+    check(found, mixed(1), dtype)  # earlier tensors keep their values
 
 
 @ranks(4)
@@ -117,7 +118,7 @@ def step_inside(rank: int, world: int) -> None:
     tap = checkpoint.stream(model, bucket_bytes=1000)
     for at, bucket in enumerate(tap.buckets()):
         assert bucket
-        loss_of(model, tokens(rank, at)).backward()  # a backward changes no value
+        loss_of(model, tokens(rank, at)).backward()  # a backward changes no parameter
     optimizer.step()
     names = [name for name, _ in tap]
     with pytest.raises(CheckpointError, match="has values of two steps"):
@@ -165,7 +166,9 @@ def test_ranks_that_leave_raise_or_differ(rank, world):
 
 
 def trainer(rank: int, world: int, readers: int):
-    """A group of the ranks before the readers, and on these ranks a model and its tap."""
+    """Make a group of all ranks except the last ``readers`` ranks. Return a model and its tap on
+    the ranks of the group, and (None, None) on the readers.
+    """
     group = dist.new_group(list(range(world - readers)))
     if rank >= world - readers:
         return None, None
@@ -180,7 +183,9 @@ def fill(model: nn.Module, value: float) -> None:
 
 
 def published(rank: int, world: int, path: str, count: int, readers: int) -> list[int]:
-    """Sets whose every element is the set's number, and readers that check them."""
+    """Publish sets in which every element is the number of the set; return the numbers of the sets
+    that this rank has read and checked.
+    """
     rng = random.Random(rank)
     model, tap = trainer(rank, world, readers)
     if tap is not None:

@@ -1,4 +1,4 @@
-"""clip_grad_norm_ on a GPU, here a simulated one: the host looks at nothing."""
+"""Tests of clip_grad_norm_ on a simulated GPU: clipping by a norm needs no host synchronization."""
 
 from __future__ import annotations
 

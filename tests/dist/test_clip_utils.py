@@ -1,4 +1,6 @@
-"""torch.nn.utils' gradient clipping on sharded parameters: the whole's norm on every rank."""
+"""Tests of torch.nn.utils' gradient clipping on sharded parameters:
+every rank gets the norm over all shards.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.utils import (  # the functions as they are before fsdpc makes its first unit
+from torch.nn.utils import (  # imported before fsdpc replaces these functions
     clip_grad_norm_,
     clip_grad_value_,
     clip_grads_with_norm_,
@@ -124,13 +126,15 @@ def test_sharded_beside_plain_and_two_models(rank, world):
 
 
 def small(seed):
-    """A model with parameters of which most ranks hold nothing."""
+    """Return a model whose parameters are so small that most ranks hold no elements of them."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(2, 3, bias=False), nn.Tanh(), nn.Linear(3, 1, bias=False))
 
 
 def small_models(seeds, use_orig_params, groups=(None, None, None)):
-    """Models of the class and one of ``fully_shard``, and unsharded ones; all after a backward."""
+    """Return sharded and unsharded models after a backward. ``fully_shard`` shards the model of the
+    last seed, and FullyShardedDataParallel shards the other models.
+    """
     plain = [small(seed) for seed in seeds]
     policy = ModuleWrapPolicy({nn.Linear})
     models = [
@@ -168,7 +172,9 @@ PICKS = [
 
 @ranks(3, 4)
 def test_ranks_without_gradients_beside_other_models(rank, world):
-    """A GAN, and a model of an earlier fold."""
+    """One or several of three models are clipped, as for a GAN, while models of an earlier
+    cross-validation fold still exist.
+    """
     for use_orig_params in (True, False):
         earlier = small_models([5, 6], use_orig_params)
         (a, b, c), plain = small_models([1, 2, 3], use_orig_params)
@@ -212,7 +218,7 @@ def test_gradients_alone_of_which_a_rank_has_none(kind):
 
 @ranks(2)
 def test_plain_models_are_torchs_business(rank, world):
-    """No collective for them: only one rank calls."""
+    """Clipping of plain models runs no collective: only rank 0 calls the functions."""
     wrapped = wrap_blocks("fsdpc", toy())
     if rank == 0:
         plain = trained(toy())
@@ -334,7 +340,7 @@ def only_one_clips(rank, world):
     if rank == 0:
         clip_grad_norm_(model.parameters(), 1.0)
     else:
-        dist.barrier()  # until rank 0 has gone
+        dist.barrier()  # rank 1 waits here, and does not clip
 
 
 def test_a_rank_that_does_not_come_is_named():
@@ -345,7 +351,9 @@ def test_a_rank_that_does_not_come_is_named():
 
 @ranks(2)
 def test_models_without_the_expected_structure(rank, world):
-    """A torch whose norm is no wrapper gets its names replaced instead."""
+    """fsdpc usually replaces the function inside the no_grad wrapper of torch's norm function. If
+    there is no such wrapper, fsdpc replaces the function's names in torch's modules.
+    """
     from torch.nn.utils import clip_grad
 
     inner = clip_grad._get_total_norm.__closure__[0].cell_contents

@@ -1,4 +1,6 @@
-"""Communicators of real process groups: values, errors, deaths, and the end of a process."""
+"""Tests of communicators of real process groups: values, errors, ranks that die,
+and the end of a process.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,15 @@ def connect(kind: str = "auto") -> _C.Comm:
 
 
 def values_of(rank: int, numel: int, dtype: str) -> torch.Tensor:
-    """Numbers whose sum depends on the order; every rank gets the same for a given `rank`."""
+    """Return numbers whose sum depends on the order of addition;
+    every rank gets the same numbers for a given `rank`.
+    """
     generator = torch.Generator().manual_seed(1000 + rank)
     return (torch.randn(numel, generator=generator) * 100).to(getattr(torch, dtype))
 
 
 def ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum in rank order in fp32 (fp64 for fp64), rounded once."""
+    """Return the sum in rank order, computed in fp32 (in fp64 for fp64) and rounded once."""
     wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
     total = parts[0].to(wide)
     for part in parts[1:]:
@@ -116,7 +120,9 @@ def test_other_types_travel_bit_for_bit(rank, world, kind):
 
 @ranks(2)
 def test_gil_is_free_while_waiting(rank, world):
-    """Rank 1 comes only when rank 0 has counted while its thread waited."""
+    """A thread of rank 0 waits in a barrier while rank 0's main thread counts. Rank 1 enters the
+    barrier only after rank 0 has counted.
+    """
     comm = connect("shm")
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
@@ -349,7 +355,7 @@ def test_errors_say_what_the_ranks_of_a_group_are_called(body):
 
 
 def body_of_own_errors(rank, world):
-    """What errors of a rank of a group say about the rank: one made in C, and one in Python."""
+    """Return the texts of two errors on a rank of a subgroup: one made in C, and one in Python."""
     pg = dist.new_group([1, 2])
     if rank == 0:
         return None
@@ -440,7 +446,7 @@ PROGRAM = """
 
 
 def run_program(folder: Path, launcher: str, how: str) -> str:
-    """What rank 0 of the program prints when rank 1 ends in the given way."""
+    """Return what rank 0 of the program prints when rank 1 ends in the way `how`."""
     script = folder / "program.py"
     script.write_text(textwrap.dedent(PROGRAM))
     ranks_to_start = ["spawn"] if launcher == "spawn" else ["0", "1"]

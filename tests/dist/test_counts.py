@@ -1,7 +1,7 @@
-"""How often units are gathered and reduced, counted in the engine's own trace.
+"""Tests of how often units are gathered and reduced, counted in the engine's own trace.
 
-A step gathers every unit twice when its parameters are given back after forward and once when they
-are kept, and reduces it once, whatever is recomputed in between.
+A step gathers every unit twice if its parameters are released after forward and once if they are
+kept. It reduces every unit once, whatever is recomputed in between.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def test_gathers_and_reduces_of_a_step(rank, world, strategy):
 
 @ranks(2)
 def test_accumulation(rank, world):
-    """Two micro-batches: one reduction each, or one together when the first is not synchronised."""
+    """Each of two micro-batches is reduced. If the first micro-batch is not synchronized, both
+    micro-batches are reduced together.
+    """
     for no_sync in (False, True):
         model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
         for step in range(STEPS):

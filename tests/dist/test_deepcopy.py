@@ -1,5 +1,6 @@
-"""``copy.deepcopy`` of sharded models: averaged weights, target networks, teachers, snapshots, each
-as programs write them, compared with the same program on an unsharded model.
+"""Tests of ``copy.deepcopy`` of sharded models: averaged weights, target networks, teachers and
+snapshots. Each test is a program as users write it, compared with the same program on an unsharded
+model.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def test_ema_by_hand_over_parameters(rank, world, use_orig_params):
 @ranks(2)
 @both_ways
 def test_shadow_parameters_stored_and_restored(rank, world, use_orig_params):
-    """Averages kept as clones of the parameters, put into the model for evaluation."""
+    """Averages are kept as clones of the parameters and put into the model for evaluation."""
     pair = Pair(rank, use_orig_params=use_orig_params)
     models = pair.models
     shadows = [[p.clone().detach() for p in m.parameters()] for m in models]
@@ -144,7 +145,9 @@ def test_shadow_parameters_stored_and_restored(rank, world, use_orig_params):
 @ranks(2)
 @both_ways
 def test_target_network(rank, world, use_orig_params):
-    """Hard updates by state dicts, soft ones over parameters; the target gives the goal."""
+    """A target network gets hard updates by state dicts and soft updates by its parameters; its
+    outputs are the goals of the loss.
+    """
     pair = Pair(rank, use_orig_params=use_orig_params)
     targets = [copy.deepcopy(m) for m in pair.models]
     for number in range(4):
@@ -176,7 +179,9 @@ def test_target_network(rank, world, use_orig_params):
 @both_ways
 @every_strategy
 def test_copy_trains_alone(rank, world, use_orig_params, strategy):
-    """Copied before the first forward, after it and after a step; copy and original go own ways."""
+    """A model is copied before its first forward, after it and after a step; then the copy and the
+    original train independently.
+    """
     pair = Pair(rank, use_orig_params=use_orig_params, **sharded(strategy, world))
     for moment in range(3):
         if moment == 1:
@@ -256,7 +261,9 @@ def test_low_precision_frozen_offloaded(rank, world, use_orig_params):
 @ranks(2, 3)
 @both_ways
 def test_parameters_of_every_kind(rank, world, use_orig_params):
-    """0-dim, bfloat16, integers, ties, extra state, a module at two places."""
+    """A copy keeps 0-dim, bfloat16, integer and tied parameters, extra state,
+    and a module that is at two places.
+    """
     model = wrap_blocks("fsdpc", mixed(seed=1), use_orig_params=use_orig_params)
     twin = copy.deepcopy(model)
     state = twin.state_dict()
@@ -272,7 +279,7 @@ def test_parameters_of_every_kind(rank, world, use_orig_params):
 @ranks(2)
 @both_ways
 def test_part_of_a_model(rank, world, use_orig_params):
-    """A plain module that contains units, and a unit that is not the root."""
+    """A plain module that contains units can be copied, and so can a unit that is not the root."""
     pair = Pair(rank, use_orig_params=use_orig_params)
     pair.step()
     for part, plain in ((pair.model.blocks, pair.plain.blocks), (pair.model.blocks[1],) * 2):
@@ -291,7 +298,7 @@ def test_part_of_a_model(rank, world, use_orig_params):
 @both_ways
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 def test_with_its_optimizer(rank, world, use_orig_params, first):
-    """A snapshot of model and optimizer to go back to."""
+    """A model and its optimizer are copied as a snapshot, from which training can go on."""
     pair = Pair(rank, use_orig_params=use_orig_params)
     pair.step()
     if first == "optimizer" and not use_orig_params:

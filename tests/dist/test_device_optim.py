@@ -1,5 +1,6 @@
-"""fsdpc's optimizers and packed activations on the simulated GPU: the processor's bits, no host
-sync, and each wait of a step that is left out is found.
+"""Tests of fsdpc's optimizers and packed activations on the simulated GPU. Results equal those of
+the CPU, and a step needs no host synchronization. If a test leaves out a wait, the simulator
+reports a race.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def losses(rank: int, world: int, kind: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion", "AdamWBF16"])
 def test_losses_equal_those_of_the_processor(kind: str):
-    """Ranks of one host without a GPU add gradients in the same order as two ranks on GPUs."""
+    """Losses on the GPU equal those on the CPU to the bit, because ranks of one host without a GPU
+    add gradients in the same order as two ranks on GPUs.
+    """
     found = [run_ranks(losses, 2, env=on, kind=kind) for on in (ON_GPU, {})]
     assert found[0] == found[1]
     assert found[0][0][-1] < found[0][0][0]
@@ -41,7 +44,7 @@ def test_losses_equal_those_of_the_processor(kind: str):
 
 @ranks(2, env=ON_GPU)
 def test_every_optimizer_steps_by_kernels(rank: int, world: int):
-    """The reference is a model in host memory, which the processor steps."""
+    """The reference is a model in host memory, whose optimizer steps on the CPU."""
     import simgpu
 
     for name in OPTIONS:
@@ -81,9 +84,9 @@ def test_a_step_needs_no_host_sync(rank: int, world: int):
 @ranks(1, 2, env=ON_GPU, alone=True)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_adam_mini_needs_no_host_sync(rank: int, world: int, use_orig_params: bool):
-    """Blocks that ranks share, with clipping and a loss scale: the processor's values, and two
-    runs that are equal to the bit, of which one has first moments in host memory. A step with an
-    infinity changes nothing.
+    """AdamMini steps blocks that several ranks share, with clipping and a loss scale. The values
+    are those of the CPU. Two runs, one of which keeps first moments in host memory, are equal to
+    the bit. A step with an infinity changes nothing.
     """
     import simgpu
 
@@ -135,7 +138,9 @@ def state_of(optimizer: optim.AdamMini, param: torch.Tensor) -> list[list[float]
 
 @ranks(1, env=ON_GPU)
 def test_a_norm_that_fails_leaves_gradients_in_low_precision(rank: int, world: int):
-    """``keep_low_precision_grads``: the norm reads float32; gradients are bfloat16 if it fails."""
+    """With ``keep_low_precision_grads``, the norm is computed from float32 gradients; if the norm
+    fails, the gradients are bfloat16 again.
+    """
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     low = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
     sharded = wrap("fsdpc", model, mixed_precision=low, use_orig_params=True)
@@ -156,7 +161,9 @@ def test_a_norm_that_fails_leaves_gradients_in_low_precision(rank: int, world: i
 
 @ranks(2, env=ON_GPU)
 def test_infinities_skip_a_step_on_the_gpu(rank: int, world: int):
-    """Called as ``GradScaler`` does: scale and flag are tensors that the host does not read."""
+    """The optimizer is called as ``GradScaler`` calls it: the scale and the flag for infinities are
+    tensors that the host does not read.
+    """
     scaled, plain = (
         Run(rank, "fp32", "FSDP", "fsdpc.optim"),
         Run(rank, "fp32", "FSDP", "fsdpc.optim"),
@@ -184,7 +191,10 @@ def test_infinities_skip_a_step_on_the_gpu(rank: int, world: int):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_each_wait_that_is_left_out_is_found(precision: str):
-    """Among them: the optimizer's stream waits for the last reduced gradient."""
+    """The test leaves out one stream wait at a time, and the simulator must report a race.
+
+    In at least one report, the optimizer's kernel is part of the race.
+    """
     options = {"precision": precision, "door": "FSDP", "library": "fsdpc.optim"}
     found = run_ranks(leave_out_each_wait, 2, env=ON_GPU, **options)[0]
     assert found[0][1] == [] and len(found) > 6
@@ -217,7 +227,7 @@ def test_activations_are_packed_by_kernels(rank: int, world: int):
                 with compress(model, dtype):
                     loss = model(x).square().sum()
                 loss.backward()
-                planned = bytes_per_element(dtype, 4) * 64 * 64  # rows in whole blocks
+                planned = bytes_per_element(dtype, 4) * 64 * 64  # 64 rows of 64 elements
                 assert compression._Packed(torch.ones(64, 64), dtype).nbytes == planned
         grad = next(model.parameters()).grad
         assert grad is not None

@@ -1,7 +1,8 @@
-"""On the simulated GPU: a step leaves no wait out, and makes none for nothing.
+"""Tests on the simulated GPU: a step makes every wait that it needs, and no needless wait.
 
-Each wait of one stream for another in a real step (operators, autograd, hooks, an optimizer)
-is left out once. The clocks must find every one, and nothing when none is left out.
+Each wait of one stream for another in a real step (operators, autograd, hooks, an optimizer) is
+left out once. The simulator's clocks must report every wait that is left out, and nothing when none
+is left out.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Run:
 
 
 def sync_host() -> None:
-    """Wait until all queued work is done, and free what waited for it."""
+    """Wait until the GPU has done all queued work."""
     import simgpu
 
     assert simgpu.cuda().cuCtxSynchronize() == 0
@@ -96,7 +97,7 @@ def losses(rank: int, world: int, precision: str, door: str) -> list[float]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_gpu_without_virtual_memory_gives_the_same_losses(world: int, precision: str, door: str):
-    """Each slot is a plain allocation there, whose address is known at the first forward."""
+    """Each slot is then a plain allocation, whose address is known at the first forward."""
     with_, without = (
         run_ranks(losses, world, env=ON_GPU | more, precision=precision, door=door)
         for more in ({}, {"SIMGPU_NO_VMM": "1"})
@@ -117,7 +118,7 @@ def cost_of_a_step(rank: int, world: int, door: str) -> dict[str, int]:
 
 
 def nccl_calls() -> int:
-    """How many calls NCCL got; a group of collectives is one call."""
+    """Return the number of calls that NCCL got; a group of collectives counts as one call."""
     import simgpu
 
     count = simgpu.nccl_count()
@@ -127,7 +128,7 @@ def nccl_calls() -> int:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_neither_allocates_nor_waits(world: int):
-    """In both interfaces, and ``fully_shard`` costs no more."""
+    """The test runs both interfaces; ``fully_shard`` costs no more than FSDP."""
     costs = {}
     for door in ("FSDP", "fully_shard"):
         cost = costs[door] = run_ranks(cost_of_a_step, world, env=ON_GPU, door=door)[0]
@@ -159,10 +160,12 @@ def leave_out_each_wait(
     library: str = "torch.optim",
     made: type[Run] = Run,
 ) -> list[tuple[str, list[str]]]:
-    """What was found with no wait left out, then with each one; only rank 0 leaves waits out."""
+    """Return the races that the simulator reports for a step without a missing wait, then for steps
+    in each of which one wait is left out. Only rank 0 leaves waits out.
+    """
     import simgpu
 
-    simgpu.policy("lazy")  # work that nothing waits for comes late
+    simgpu.policy("lazy")  # the simulator runs work late if nothing waits for it
     simgpu.options().quiet = True
     run = made(rank, precision, door, library)
     for i in range(2):
@@ -175,7 +178,7 @@ def leave_out_each_wait(
     found = [("none", simgpu.take_reports())]
     for k in range(1, waits + 1):
         sync_host()
-        run.write()  # else the first gather has nothing to wait for
+        run.write()  # without new values of the shards, the first gather has nothing to wait for
         if rank == 0:
             simgpu.skip_wait(k)
         run.step(2 + k)
@@ -201,5 +204,6 @@ def test_each_wait_that_is_left_out_is_found(world: int, precision: str, door: s
             f"{door}, {world} ranks, {precision}, wait left out: {which}: {(reports or ['-'])[0]}"
         )
     assert found[0][1] == []
-    assert (len(found) > 6) == (world > 1 or precision != "fp32")  # one rank in fp32 casts nothing
+    # A single rank in fp32 casts no parameters, so that its step has few waits.
+    assert (len(found) > 6) == (world > 1 or precision != "fp32")
     assert [which for which, reports in found[1:] if not reports] == []

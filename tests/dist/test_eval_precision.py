@@ -1,5 +1,6 @@
-"""FSDP_USE_FULL_PREC_IN_EVAL=1: what a module in eval mode computes equals an unsharded float32
-model's to the bit, between training steps that equal those without the variable.
+"""Tests of FSDP_USE_FULL_PREC_IN_EVAL=1: outputs of modules in eval mode equal those of an
+unsharded float32 model to the bit, and training steps between evaluations equal those without the
+variable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Ranks of one host that evaluate on different numbers of batches.
+"""Tests of ranks on one host that evaluate different numbers of batches.
 
-While nobody changes weights, all values are right. A rank with fewer batches may change its weights
-before the others are done: docs/decisions/032-changed-weights.md lists the orders of events.
+As long as no rank changes its weights, all outputs are right. A rank with fewer batches may change
+its weights before the other ranks are done: docs/decisions/032-changed-weights.md lists the
+possible orders of events.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fsdpc._comm import bootstrap as _bootstrap
 
 
 def wide() -> torch.nn.Module:
-    """A toy in which every cut between two ranks is inside a parameter."""
+    """Return a toy model in which every boundary between two ranks is inside a parameter."""
     return toy(width=40)
 
 
@@ -34,7 +35,9 @@ def sharded(door: str) -> torch.nn.Module:
 
 @contextmanager
 def other_weights(model: torch.nn.Module, data: bool = False) -> Iterator[None]:
-    """`data`: values are swapped in and out behind autograd's back, as classes of averages do."""
+    """Halve the weights inside the context. With `data`, write to `param.data`, which autograd does
+    not notice, as classes for weight averages do.
+    """
     kept = [param.detach().clone() for param in model.parameters()]
     put(model, [0.5 * value for value in kept], data)
     yield
@@ -56,7 +59,7 @@ def evaluate_other_weights(model: torch.nn.Module, rank: int, batches: int) -> N
 def evaluate(
     model: torch.nn.Module, rank: int, batches: int, like: torch.nn.Module | None = None
 ) -> None:
-    """`like`: an unsharded model whose outputs the model must have."""
+    """Run forwards. If `like`, an unsharded model, is given, outputs must equal its outputs."""
     for step in range(batches):
         batch = tokens(rank, step)
         output = model(batch)
@@ -70,7 +73,7 @@ def halved() -> torch.nn.Module:
 
 
 def losses(door: str, rank: int, first: Callable[..., None] | None) -> list[float]:
-    """The losses of six steps; `first(model)` runs before each of them."""
+    """Return the losses of six steps. `first(model)` runs before each step."""
     model = sharded(door)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
@@ -98,7 +101,9 @@ def test_training_after_other_weights(rank, world, door):
 @ranks(2, 3)
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 def test_batches_between_backward_and_step(rank, world, door):
-    """The last rank's second batch would read weights after the other ranks' step."""
+    """The last rank's second batch would read weights after the other ranks' step,
+    so all ranks raise an error.
+    """
     model = sharded(door)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     with refused(world):
@@ -111,7 +116,7 @@ def test_batches_between_backward_and_step(rank, world, door):
 
 @contextmanager
 def refused(world: int) -> Iterator[None]:
-    """One rank finds the difference, and all ranks raise an error that names it."""
+    """Check that all ranks raise an error that names the rank which has changed its weights."""
     text = rf"rank [0-{world - 2}] has changed .* rank {world - 1}, in .* as many batches"
     with pytest.raises((fsdpc.MismatchError, fsdpc.PeerError), match=text):
         yield
@@ -153,7 +158,9 @@ def test_ranks_that_meet_before_each_change(rank, world, door, data):
 @ranks(2, 3)
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 def test_a_barrier_before_metrics_and_changes(rank, world, door):
-    """While some ranks wait in the barrier, others go on; collectives and changes after it work."""
+    """While some ranks wait in the barrier, other ranks still evaluate. Collectives and weight
+    changes after the barrier work.
+    """
     model, other = sharded(door), halved()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reference = wide()
@@ -182,7 +189,9 @@ def test_a_barrier_before_metrics_and_changes(rank, world, door):
 @ranks(4)
 @pytest.mark.parametrize("uneven", [True, False])
 def test_a_barrier_of_replicas(rank, world, uneven):
-    """`uneven`: ranks evaluate different numbers of batches; else they communicate over a wire."""
+    """With `uneven`, ranks evaluate different numbers of batches; without `uneven`, they evaluate
+    equally many and communicate over a wire.
+    """
     env = {} if uneven else {"FSDPC_COLLECTIVES": "wire"}
     with mock.patch.dict(os.environ, env):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -201,8 +210,9 @@ def test_a_barrier_of_replicas(rank, world, uneven):
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 @pytest.mark.parametrize("data", [False, True])
 def test_as_many_batches_of_each_weights(rank, world, door, data):
-    """Nothing is refused: changes between forwards of all ranks, some of one parameter, of which a
-    rank may hold nothing; and uneven batches where nobody changes anything.
+    """If all ranks run the same forwards, changes between these forwards are not refused, even a
+    change of a single parameter of which a rank holds no elements. Uneven numbers of batches are
+    not refused as long as no rank changes its weights.
     """
     model, plain, other = sharded(door), wide(), halved()
     for step in range(3):
@@ -222,8 +232,9 @@ def test_as_many_batches_of_each_weights(rank, world, door, data):
 @ranks(2)
 @pytest.mark.parametrize("cut", [8, 9, 7])
 def test_changes_of_what_one_rank_holds(rank, world, cut):
-    """Two parameters, of which each rank holds one, or one and a piece of the other: nothing is
-    refused where one is written between forwards of all ranks, in any way.
+    """There are two parameters; each rank holds one of them, or one and a part of the other.
+    Writing one parameter between forwards that all ranks run is not refused, whichever way the
+    program writes the parameter.
     """
     torch.manual_seed(0)
     parts = torch.nn.Sequential(torch.nn.Linear(64, cut), torch.nn.Linear(cut, 64))
@@ -253,7 +264,9 @@ def test_changes_of_what_one_rank_holds(rank, world, cut):
 @ranks(2, env={"FSDPC_COLLECTIVES": "wire"})
 @pytest.mark.parametrize("door", ["orig", "fully_shard"])
 def test_more_batches_over_a_wire(rank, world, door):
-    """One rank's second batch meets the first batch with the other rank's next weights."""
+    """Rank 1 evaluates one more batch with the old weights. Its gathers meet the gathers of rank 0,
+    which has already changed its weights, so both ranks raise an error.
+    """
     model, plain, other = sharded(door), wide(), halved()
     evaluate(model, rank, 1, plain)
     with pytest.raises((fsdpc.MismatchError, fsdpc.PeerError), match="equally many batches"):
@@ -269,7 +282,7 @@ def evaluate_without_the_last(rank, world, changes, grad):
     model, plain = sharded("orig"), wide()
     evaluate(model, rank, 2, plain)
     if rank == world - 1:
-        _bootstrap._leave()  # what happens when a program ends
+        _bootstrap._leave()  # fsdpc calls this when a program ends
         return
     evaluate(model, rank, 1, plain)
     if changes:
@@ -280,7 +293,9 @@ def evaluate_without_the_last(rank, world, changes, grad):
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_rank_that_left_has_the_weights_of_then(grad):
-    """The rank's values are read while nobody changes weights, never together with changed ones."""
+    """The other ranks still read the values of a rank that has left, as long as no rank changes its
+    weights. These values are never combined with changed weights.
+    """
     run_ranks(evaluate_without_the_last, 3, changes=False, grad=grad)
     outcomes = run_ranks(evaluate_without_the_last, 3, faults=True, changes=True, grad=grad)
     for outcome in outcomes[:2]:

@@ -1,4 +1,7 @@
-"""Parameters that bring their own gather, through torch's ``fully_shard`` and fsdpc's."""
+"""Tests of parameters whose class has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+
+fsdpc's ``fully_shard`` is compared with torch's.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def shard(apply, model, **options):
 
 
 def plain(tensor):
-    """A DTensor's local values without their class."""
+    """Return the local values of a DTensor as a tensor of class torch.Tensor."""
     local = getattr(tensor, "_local_tensor", tensor).detach()
     return torch.empty(local.shape, dtype=local.dtype).copy_(local)
 
@@ -86,7 +89,9 @@ def test_training_is_torchs(rank, world, kind, reshard):
 
 @ranks(1)
 def test_one_rank(rank, world):
-    """On one rank torch passes on only the first of several inputs."""
+    """The reference is an unsharded model, because torch on one rank passes on only the first of
+    several all-gather inputs.
+    """
     model = model_of(Pair)
     losses, params = train(model, rank)
     ours, own = train(shard(fully_shard, model_of(Pair)), rank)
@@ -122,7 +127,9 @@ def test_meta_models_in_low_precision(rank, world):
 @ranks(2)
 @pytest.mark.parametrize("replicas", [False, True])
 def test_patched_tensors(rank, world, replicas):
-    """The functions are those of an object, not of a class, and are set after ``fully_shard``."""
+    """The all-gather functions are attributes of a tensor object, not methods of its class,
+    and are set after ``fully_shard``.
+    """
 
     def program(apply):
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
@@ -273,7 +280,7 @@ def test_what_knows_only_plain_memory_refuses(rank, world, tmp_path):
 
 @ranks(3)
 def test_sizes_that_differ_between_ranks(rank, world):
-    """8 rows on 3 ranks, and a gather that does not pad."""
+    """8 rows do not divide evenly over 3 ranks, and the gather of CodedEven does not pad."""
     model = shard(fully_shard, model_of(CodedEven))
     with pytest.raises(fsdpc.MismatchError, match=r"parameter .*weight sends"):
         model(torch.ones(1, 8))
@@ -281,7 +288,9 @@ def test_sizes_that_differ_between_ranks(rank, world):
 
 @ranks(2)
 def test_inputs_of_another_kind(rank, world):
-    """A plain unit behind one whose outputs are pairs gets gradients that are pairs."""
+    """A unit of plain parameters that follows a unit with ``Pair`` outputs gets gradients of class
+    ``Pair``, which is an error.
+    """
     model = model_of(Pair)
     model.append(nn.Linear(8, 8))
     shard(fully_shard, model)

@@ -1,7 +1,7 @@
-"""Units that run on some ranks only: a mixture of experts that routes by data.
+"""Tests of units that run only on some ranks: a mixture of experts that routes by data.
 
-torch's FSDP trains such a model on silently wrong gradients or hangs. Here the result must be the
-unsharded model's, to the bit, whatever each rank asks for and in whatever order.
+torch's FSDP trains such a model on silently wrong gradients or hangs. Here the result must equal
+that of the unsharded model to the bit, whichever experts each rank runs and in whichever order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ WIDTH, ROWS = 6, 7
 
 
 class Experts(nn.Module):
-    """forward(x, choice, order): row i goes through expert choice[i] (-1: none), in this order."""
+    """A layer of experts. ``forward(x, choice, order)`` runs the experts in the order ``order``;
+    row i goes through expert ``choice[i]``, or through no expert if ``choice[i]`` is -1.
+    """
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -148,7 +150,7 @@ def random_batch(rank, step, layers, experts):
 @pytest.mark.parametrize("precision", PRECISIONS[:3], ids=lambda p: p.name)
 @pytest.mark.parametrize("checkpoint", ["none", "inside", "outside"])
 def test_random_routing(rank, world, engine, precision, checkpoint):
-    """Many steps, each rank its own subset of experts in its own order, two layers of them."""
+    """In many steps and two layers, each rank runs its own subset of experts in its own order."""
 
     def sharded(model):
         if checkpoint == "inside":
@@ -212,7 +214,7 @@ def test_evaluation_with_other_experts_on_each_rank(rank, world, engine):
 
 
 class Skipping(nn.Module):
-    """Layer drop: a rank runs the blocks that its batch lists."""
+    """A model with layer drop: each rank runs only the blocks that its batch lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +230,7 @@ class Skipping(nn.Module):
 
 @ranks(2, 3)
 def test_ranks_drop_different_layers(rank, world, engine):
-    """Each rank leaves out a block, another one in each step; nobody runs the last block."""
+    """In each step, each rank leaves out a different block, and no rank runs the last block."""
     torch.manual_seed(1)
     sharded = compare_training(
         engine,
@@ -249,7 +251,7 @@ def test_ranks_drop_different_layers(rank, world, engine):
 
 
 class Maybe(nn.Module):
-    """Runs its block where the batch says so."""
+    """A module that runs its block only if the batch says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +262,9 @@ class Maybe(nn.Module):
 
 
 class Beside(nn.Module):
-    """A block whose inputs need no gradient: a rank that leaves it out has no graph there."""
+    """A model with an optional block whose inputs need no gradient:
+    a rank that leaves the block out has no graph for it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +276,7 @@ class Beside(nn.Module):
 
 
 def beside(collectives):
-    """The model with its marked module, and an unsharded copy."""
+    """Return the model, with its optional module marked as data-dependent, and a plain copy."""
     fsdpc.set_collectives(collectives)
     torch.manual_seed(1)
     model = Beside()
@@ -289,7 +293,7 @@ def check_beside(model, plain):
 @ranks(2)
 @pytest.mark.parametrize("collectives", ["shm", "wire"])
 def test_a_marked_module_without_a_graph_on_one_rank(rank, world, collectives):
-    """Two forwards whose backwards run in reverse order, so that nothing is gathered ahead."""
+    """Two forwards are followed by their backwards in reverse order, so no unit is prefetched."""
     model, plain = beside(collectives)
     fsdpc.fully_shard(model.maybe)
     fsdpc.fully_shard(model)
@@ -308,7 +312,9 @@ def test_a_marked_module_without_a_graph_on_one_rank(rank, world, collectives):
 @ranks(2)
 @pytest.mark.parametrize("collectives", ["shm", "wire"])
 def test_a_marked_module_whose_recomputation_ends_early(rank, world, collectives):
-    """torch's checkpoint raises out of the recomputed forward; the graph has two backwards."""
+    """torch's checkpoint ends the recomputed forward early by an exception,
+    and the graph is used for two backwards.
+    """
     model, plain = beside(collectives)
     fsdpc.fully_shard(model.maybe.block)
     model.maybe = checkpoint_wrapper(model.maybe)
@@ -330,7 +336,9 @@ def test_a_marked_module_whose_recomputation_ends_early(rank, world, collectives
 @pytest.mark.parametrize("collectives", ["shm", "wire"])
 @pytest.mark.parametrize("front", ["fsdp", "fully_shard"])
 def test_a_marked_root(rank, world, front, collectives):
-    """Also in the root's first forward, which attaches what the mark does, and under no_sync."""
+    """The mark on a root also takes effect under no_sync, and in the root's first forward. The
+    first forward sets up what the mark needs.
+    """
     model, plain = beside(collectives)
     del model.maybe._fsdpc_data_dependent
     if front == "fsdp":

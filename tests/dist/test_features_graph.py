@@ -97,7 +97,7 @@ def backward_of_copy(reference, loss):
 
 
 class Twice(nn.Module):
-    """The same block twice in a row, another between the second and the third time."""
+    """A model that calls one block twice, then another block, then the first block again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def test_evaluation_between_steps_and_inside_them(rank, world, engine, strategy,
 @ranks(2, 3)
 @pytest.mark.parametrize("grad_mode", ["no_grad", "inference_mode"])
 def test_ranks_evaluate_different_numbers_of_batches(rank, world, engine, grad_mode):
-    """Ranks that are done early go on to the next step."""
+    """Ranks that finish their evaluation early go on to the next step."""
     model = toy()
     reference = Reference(model)
     sharded = wrap_blocks(engine, model, use_orig_params=True)
@@ -196,7 +196,9 @@ def test_ranks_evaluate_different_numbers_of_batches(rank, world, engine, grad_m
 @ranks(2)
 @both_ways
 def test_forward_without_backward(rank, world, engine, use_orig_params):
-    """Nobody uses the outputs: graphs are dropped, and nothing stays gathered or is waited for."""
+    """If nobody uses the outputs of a forward, its graph is dropped, no unit stays gathered,
+    and no rank waits for a backward.
+    """
     model = toy()
     reference = Reference(model)
     sharded = wrap_blocks(engine, model, use_orig_params=use_orig_params)
@@ -213,7 +215,7 @@ def test_forward_without_backward(rank, world, engine, use_orig_params):
 @both_ways
 @pytest.mark.parametrize("pattern", ["sss", "nns", "nsns", "nn", "sns"])
 def test_accumulation_patterns(rank, world, engine, use_orig_params, pattern):
-    """Micro-batches with (s) and without (n) synchronisation in any order, in one step."""
+    """Micro-batches with (s) and without (n) synchronization come in any order in one step."""
     model = toy()
     reference = Reference(model)
     sharded = wrap_blocks(engine, model, use_orig_params=use_orig_params)
@@ -285,8 +287,9 @@ IMPLEMENTATIONS = [CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT]
 
 
 def checkpointed(engine, model, where, implementation, **options):
-    """Returns the model with its blocks checkpointed inside their units or around them, or with the
-    layers of a block, which is one unit, checkpointed."""
+    """Return the model with its blocks checkpointed inside their units or around their units, or
+    with layers inside of each block's unit checkpointed.
+    """
 
     def around(module):
         return checkpoint_wrapper(module, checkpoint_impl=implementation)
@@ -428,7 +431,7 @@ def test_outputs_of_every_shape(rank, world, engine, use_orig_params, shape, str
 
 
 class RootOutput(nn.Module):
-    """A model whose root itself returns the structure."""
+    """A model whose root itself returns its outputs in the structure `shape`."""
 
     def __init__(self, shape: str) -> None:
         super().__init__()
@@ -454,7 +457,7 @@ def test_root_outputs_of_every_shape(rank, world, engine, shape):
 
 
 class Metric(nn.Module):
-    """A module that returns None and no tensor, and keeps a number on the side."""
+    """A module that returns None instead of a tensor, and adds to a number of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -500,7 +503,7 @@ def test_a_unit_that_returns_none(rank, world, engine, strategy, use_orig_params
 
 
 class ReluAfter(nn.Module):
-    """In-place operations on what units return, a view among them."""
+    """A model that changes the outputs of its units in place, once through a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -535,7 +538,9 @@ def test_in_place_operations_after_a_unit(rank, world, engine, strategy, use_ori
 
 
 class Keyword(nn.Module):
-    """Inputs by keyword, in containers, and tensors that do not require grad."""
+    """A module that takes its inputs by keyword: tensors in a container,
+    and a mask that does not require grad.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -575,7 +580,7 @@ def test_inputs_by_keyword(rank, world, engine, use_orig_params):
 
 
 class Deep(nn.Module):
-    """Parameters at every level, a unit at every level."""
+    """A nested module with parameters and a unit at every level."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()

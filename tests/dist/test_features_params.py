@@ -166,7 +166,9 @@ class Quantised(nn.Module):
 @both_ways
 @pytest.mark.parametrize("precision", [PRECISIONS[0], BF16], ids=lambda p: p.name)
 def test_integer_and_quantised_parameters(rank, world, engine, use_orig_params, precision):
-    """Integer parameters come back to the bit; MixedPrecision casts floating ones only."""
+    """Integer parameters keep their values to the bit,
+    because MixedPrecision casts only floating-point parameters.
+    """
     torch.manual_seed(0)
     model = Quantised()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -220,7 +222,7 @@ def test_whole_units_frozen(rank, world, engine, use_orig_params, frozen):
 
 
 class Partial(nn.Module):
-    """A module that uses those of its four parameters that the batch lists."""
+    """A module with four parameters, of which it uses those that the batch lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,8 +241,11 @@ class Partial(nn.Module):
     ids=lambda s: s.name,
 )
 def test_unused_parameters_keep_no_gradient(rank, world, engine, use_orig_params, strategy):
-    """Used on no rank: grad stays None. Used on some rank: every rank has its part of the sum."""
-    if not use_orig_params:  # one flat parameter stands for all four: None only if none is used
+    """The gradient of a parameter that no rank used stays None. If some rank used the parameter,
+    every rank has its shard of the summed gradient.
+    """
+    # One flat parameter holds all four; its gradient is None only if none of the four is used.
+    if not use_orig_params:
         model = wrap(engine, Partial(), use_orig_params=False, sharding_strategy=strategy)
         assert none_gradients(model) == {f"weights.{i}" for i in range(4)}
         return
@@ -394,8 +399,9 @@ def replace_by_zeros(p, step):
     ids=lambda f: f.__name__,
 )
 def test_gradients_replaced_by_the_user(rank, world, engine, use_orig_params, change):
-    """What the user puts into p.grad is what the optimizer sees and what the next backward adds
-    to."""
+    """If the user puts a gradient into p.grad, the optimizer uses this gradient,
+    and the next backward adds to it.
+    """
     model = toy()
     reference = Reference(model)
     sharded = wrap_blocks(engine, model, use_orig_params=use_orig_params)
@@ -441,7 +447,7 @@ def test_gradients_have_the_parameters_type_and_shape(
 @ranks(2, 3)
 @both_ways
 def test_user_writes_parameters_between_steps(rank, world, engine, use_orig_params):
-    """In-place changes of the sharded parameters are what the next forward uses."""
+    """The next forward uses values that the user writes in place into the sharded parameters."""
     model = toy()
     reference = Reference(model)
     sharded = wrap_blocks(engine, model, use_orig_params=use_orig_params)
@@ -463,7 +469,7 @@ def test_user_writes_parameters_between_steps(rank, world, engine, use_orig_para
 @ranks(2, 3)
 @pytest.mark.parametrize("late", [0, 1])
 def test_user_writes_parameters_after_evaluation(rank, world, engine, late):
-    """A rank that is done evaluating changes its parameters while another one still evaluates."""
+    """A rank that has evaluated changes its parameters while another rank still evaluates."""
     model = toy(blocks=4)
     plain = copy.deepcopy(model)
     sharded = wrap_blocks(engine, model, use_orig_params=True)

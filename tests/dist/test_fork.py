@@ -1,5 +1,5 @@
-"""Children that a rank forks (evaluation, averages, loaders): they have the rank's values of that
-moment, and nothing that they do reaches a rank.
+"""Tests of child processes that a rank forks (for evaluation, averages or data loading). A child
+has the values that the rank had at the fork, and nothing that a child does reaches a rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def exit_in_order(status):
 
 
 class Child:
-    """Runs ``job`` in a forked child; ``result()`` is its value, or what it raised."""
+    """A forked child that runs ``job``; ``result()`` returns the value of
+    the job or the text of its exception.
+    """
 
     def __init__(self, job, ends=os._exit):
         self.out, into = os.pipe()
@@ -73,7 +75,7 @@ def test_children_and_training(rank, world, interface):
         losses.append(loss.item())
 
     def spoil():
-        """Weights, gradients, states, then all of the model's memory."""
+        """Change gradients, optimizer states and weights by a step, then overwrite parameters."""
         seen = values(model)
         for p in model.parameters():
             p.grad = torch.ones_like(p)
@@ -126,7 +128,9 @@ def test_children_and_training(rank, world, interface):
 
 @ranks(2)
 def test_whole_values_and_what_the_group_does(rank, world):
-    """A child evaluates whole values while the parent trains; the group's calls raise in it."""
+    """A child evaluates with full parameters while the parent trains; calls of the process group
+    raise an error in the child.
+    """
     model = build("class")
     with summon(model, writeback=False):
         expected = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -159,7 +163,7 @@ def test_share_memory_is_refused(rank, world, interface):
         with pytest.raises(NotImplementedError, match="share_memory: the shards of unit"):
             module.share_memory()
     loss_of(model, tokens(rank, 0)).backward()
-    if interface == "class":  # torch crashes on a DTensor
+    if interface == "class":  # torch's share_memory_() crashes on a DTensor
         for p in model.parameters():
             p.share_memory_()
         with pytest.raises(NotImplementedError, match="share_memory: the shards of unit"):

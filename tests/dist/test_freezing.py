@@ -1,6 +1,6 @@
-"""Parameters that are frozen, and trained, after they were wrapped, in the ways in which programs
-do it (adversarial training, adapters, gradual unfreezing), against the unsharded model over several
-optimizer steps.
+"""Tests of parameters that are frozen or unfrozen after they were wrapped, as programs do it
+(adversarial training, adapters, gradual unfreezing). The models are compared with unsharded models
+over several optimizer steps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def blocks_frozen(rank, use_orig_params=True, **options):
 
 
 def gradually(*paths):
-    """The parts are trained one after the other, for two steps each."""
+    """Return steps that unfreeze the parts one after the other, with two steps each."""
     return "", *(text for path in paths for text in (f"+{path}", ""))
 
 
@@ -50,7 +50,8 @@ FROM_THE_TOP = gradually("blocks.1", "blocks.0", "norm", "embed")
 
 # --- whole units: either value of use_orig_params ------------------------------------------------
 
-# Per program: what is frozen when the model is wrapped, and the steps (`Pair.follow`).
+# Each program: the parts that are frozen when the model is wrapped, then the steps for
+# `Pair.follow`.
 PROGRAMS = {
     "frozen after a step and trained later": ((), "", "-blocks.1", "", "+blocks.1", ""),
     "everything frozen for a pass": ((), "", "-all none", "+all"),
@@ -82,9 +83,9 @@ PROGRAMS = {
         "",
         "+blocks.0",
     ),
-    # The flag takes effect with the next forward, as without sharding.
+    # A changed flag takes effect in the next forward, as it does without sharding.
     "trained between forward and backward": (("blocks",), "", "| +blocks.1", ""),
-    # Gradients that wait for other parameters of the unit are kept.
+    # Unfreezing keeps the accumulated gradients of other units, which wait for their sum.
     "trained while gradients accumulate": (("blocks.0",), "1 +blocks.0 2", ""),
 }
 
@@ -163,7 +164,7 @@ class Adapters(nn.Module):
 
 def switch_adapters(model, inner, x, way):
     output = model(x)
-    if way == "by tensors":  # tensors from when the modules showed them
+    if way == "by tensors":  # the tensors that the modules show after forward
         held = list(inner.a.parameters())
         for trained in (False, True):
             for param in held:
@@ -185,8 +186,9 @@ def switch_adapters(model, inner, x, way):
 @pytest.mark.parametrize("way", ["no graph", "with a graph", "no pass", "by tensors"])
 @pytest.mark.parametrize("interface", ["class", "fully_shard"])
 def test_adapters_are_switched_between_forward_and_backward(rank, world, interface, way):
-    """The root of fully_shard shows gathered tensors then; what is set on these holds for the
-    parameters. A parameter that is trained for the first time was not written to by an optimizer.
+    """After the forward, the root of fully_shard shows gathered tensors. Flags that are set on the
+    gathered tensors hold for the sharded parameters. Earlier writes to a parameter that is trained
+    for the first time do not count as an optimizer's step.
     """
     inner, reference = Adapters(), Adapters()
     if interface == "class":
@@ -202,7 +204,7 @@ def test_adapters_are_switched_between_forward_and_backward(rank, world, interfa
         for batch in batches:
             switch_adapters(reference, reference, batch, way)
         for ours, param in zip(model.parameters(), theirs, strict=True):
-            # The class cuts at elements: a rank may hold nothing of a parameter.
+            # The class shards by elements, so that a rank may hold no elements of a parameter.
             assert (ours.grad is None) == (param.grad is None) or interface == "class"
             if param.grad is not None:
                 param.grad /= world
@@ -249,7 +251,9 @@ def test_single_parameters_are_frozen_and_trained(rank, world, program):
 @pytest.mark.parametrize("wrapped", [wrap_blocks, wrap], ids=lambda w: w.__name__)
 @pytest.mark.parametrize("at_first", ["frozen", "trained"])
 def test_all_but_the_head(rank, world, wrapped, at_first):
-    """The rest is frozen after wrapping, or frozen when wrapped and then trained part by part."""
+    """All parts but the head are frozen after wrapping,
+    or are frozen before it and then unfrozen one by one.
+    """
     frozen = BODY if at_first == "frozen" else ()
     pair = Pair(rank, frozen=frozen, use_orig_params=True, wrapped=wrapped)
     pair.follow(*FROM_THE_TOP if frozen else ("-all +head", "", ""))
@@ -277,7 +281,9 @@ def test_another_parameter_every_step(rank, world, strategy):
 
 
 class Branches(nn.Module):
-    """`chosen` is set from outside and tells which branch runs; the other branch goes unused."""
+    """A module with two branches. `chosen`, which is set from outside, selects the branch that
+    runs; the other branch is unused.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +342,7 @@ def test_under_mixed_precision(rank, world, precision):
 
 @ranks(2)
 def test_gathered_tensors_have_the_flags(rank, world):
-    """What forward reads as requires_grad is what was set."""
+    """In forward, gathered tensors have the requires_grad flags that were set on the parameters."""
     pair = Pair(rank, use_orig_params=True)
     seen = []
     block = pair.model.module.blocks[0].module
@@ -365,7 +371,9 @@ def test_parameters_frozen_after_wrapping_are_seen_frozen_in_summon(rank, world)
 
 @ranks(2)
 def test_gradients_that_wait_are_still_zeroed(rank, world):
-    """zero_grad(set_to_none=False) comes before the forward that makes memory for gradients."""
+    """zero_grad(set_to_none=False) zeroes gradients that wait for their sum. They stay zeroed if a
+    parameter is then unfrozen and the next forward allocates memory for its gradient.
+    """
     pair = Pair(rank, frozen=("blocks.0.up",), use_orig_params=True)
     pair.step()
     pair.accumulate(1)
@@ -444,7 +452,9 @@ def test_clipping_after_unfreezing(rank, world, use_orig_params):
 @ranks(2)
 @both_ways
 def test_state_dicts_after_unfreezing(rank, world, use_orig_params):
-    """A run loaded into a model that was wrapped with everything trainable goes on alike."""
+    """A state saved after unfreezing is loaded into a model that was wrapped with everything
+    trainable; both models train on equally.
+    """
     pair = blocks_frozen(rank, use_orig_params)
     pair.step()
     pair.set("blocks", True)
@@ -490,7 +500,7 @@ def test_unfreezing_inside_summon(rank, world):
 
 @ranks(2)
 def test_other_units_hooks_stay(rank, world):
-    """A communication hook sums the gradients of the unfrozen unit, too."""
+    """A communication hook also sums the gradients of a unit that is unfrozen later."""
     from torch.distributed.algorithms._comm_hooks import default_hooks
 
     pair = blocks_frozen(rank)
@@ -502,7 +512,7 @@ def test_other_units_hooks_stay(rank, world):
 
 @ranks(2, 3)
 def test_unfreezing_other_parameters_on_a_rank(rank, world):
-    """All ranks raise, and the error names the parameter."""
+    """All ranks raise an error that names the parameter."""
     pair = blocks_frozen(rank)
     pair.step()
     for path in ("blocks.0.up",) if rank == 0 else ("blocks.0.up", "blocks.1.down"):
@@ -523,7 +533,8 @@ def one_sided(rank, world, use_orig_params, unfreezes):
         loss_of(pair.model, pair.batch()).backward()
     kind, text = type(raised.value).__name__, str(raised.value)
     kinds = [None] * world
-    torch.distributed.all_gather_object(kinds, kind)  # PeerError: it quotes the first to notice
+    # A PeerError quotes the error of the rank that noticed the mismatch first.
+    torch.distributed.all_gather_object(kinds, kind)
     assert "MismatchError" in kinds
     assert "has unfrozen parameter" in text and "norm.weight" in text, text
     assert "order of modules differs across ranks" in text
@@ -534,7 +545,7 @@ def one_sided(rank, world, use_orig_params, unfreezes):
 @both_ways
 @pytest.mark.parametrize("unfreezes", [0, 1])
 def test_unfreezing_on_one_rank_only(rank, world, use_orig_params, unfreezes):
-    """No wait until the deadline: ranks that go on notice the rank that waits for them."""
+    """No rank waits until the deadline: ranks that go on notice the rank that waits for them."""
     one_sided(rank, world, use_orig_params, unfreezes)
 
 
@@ -551,7 +562,7 @@ def test_unfreezing_on_one_rank_only_over_torchs_collectives(
 @both_ways
 @pytest.mark.parametrize("batches", [0, 1])
 def test_unfreezing_while_another_rank_still_evaluates(rank, world, use_orig_params, batches):
-    """The last rank has more batches, and the others have unfrozen before it runs them."""
+    """The last rank has more batches and runs them after other ranks have unfrozen parameters."""
     pair = blocks_frozen(rank, use_orig_params)
     pair.step()
     with torch.no_grad():
@@ -564,7 +575,7 @@ def test_unfreezing_while_another_rank_still_evaluates(rank, world, use_orig_par
 
 
 class Adapter(nn.Module):
-    """A frozen layer beside trainable ones, as LoRA has it."""
+    """A frozen layer beside trainable layers, as in LoRA."""
 
     def __init__(self):
         super().__init__()
@@ -588,7 +599,9 @@ class Shift(nn.Module):
 @both_ways
 @pytest.mark.parametrize("before", [1, 2])
 def test_graphs_from_before_the_unfreezing(rank, world, use_orig_params, before):
-    """A backward through such graphs, after backwards of either tree, keeps units in use."""
+    """A backward through a graph from before the unfreezing does not release units that are still
+    in use, also if other backwards ran before and after the unfreezing.
+    """
 
     def batch(number):
         generator = torch.Generator().manual_seed(10 * number + rank)

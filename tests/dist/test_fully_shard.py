@@ -1,5 +1,6 @@
-"""fully_shard beside torch's: tensor parallelism, checkpoints that go through both libraries, both
-interfaces and other numbers of ranks, models moved and cast after sharding.
+"""Tests of fully_shard together with torch's features: tensor parallelism, checkpoints that go
+through both libraries, both interfaces and different numbers of ranks, and models that are moved or
+cast after sharding.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: 
 @ranks(2)
 @pytest.mark.parametrize("collectives", ["shm", "wire"])
 def test_ranks_that_differ_in_what_they_sum(rank, world, collectives):
-    """The rank that keeps its gradients raises; over a wire, and on a GPU, every rank does."""
+    """Over shared memory, only the rank that keeps its gradients raises an error; over a wire and
+    on a GPU, every rank raises one.
+    """
     if collectives == "wire":
         os.environ["FSDPC_COLLECTIVES"] = "wire"
     model = shard_blocks(toy())
@@ -74,7 +77,9 @@ def test_ranks_that_differ_in_what_they_sum(rank, world, collectives):
 
 
 def even() -> nn.Module:
-    """A toy whose hidden rows two tensor-parallel ranks share equally, as torch asks for."""
+    """Return a toy model whose hidden rows divide evenly over two tensor-parallel ranks,
+    as torch requires.
+    """
     model = toy()
     torch.manual_seed(1)
     model.blocks = nn.ModuleList(Block(6, 12) for _ in range(2))
@@ -92,7 +97,9 @@ def plain_steps(model: nn.Module, batches: list[list[torch.Tensor]]) -> None:
 @ranks(2, 4)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_tensor_parallel_and_sharded(rank, world, precision):
-    """Tensor parallelism cuts columns of `up`, rows of `down`; fully_shard has the other mesh."""
+    """Tensor parallelism shards the columns of `up` and the rows of `down` over one dimension of
+    the mesh; fully_shard uses the other dimension.
+    """
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
     data, own = world // 2, mesh["dp"].get_local_rank()
@@ -123,7 +130,7 @@ def tensor_parallel(mesh) -> nn.Module:
 
 
 def clipped_steps(model: nn.Module, batches: list[list[torch.Tensor]]) -> None:
-    """Steps on the mean loss of each row of batches, with gradients of a small norm."""
+    """Run a step on the mean loss of each row of batches; gradients are clipped to a small norm."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for row in batches:
         sum(loss_of(model, batch) for batch in row).div(len(row)).backward()
@@ -136,7 +143,9 @@ def clipped_steps(model: nn.Module, batches: list[list[torch.Tensor]]) -> None:
 @pytest.mark.long
 @ranks(4)
 def test_equal_meshes_are_one_mesh(rank, world):
-    """Meshes made twice, copied and pickled; DTensors on several meshes, clipped together."""
+    """Meshes that are made twice, copied or pickled count as equal,
+    and gradients on several meshes are clipped together.
+    """
     warnings.simplefilter("ignore")
     sizes = {("dp", "tp"): (2, 2), ("rep", "dp", "tp"): (2, 1, 2)}
     first, again = (
@@ -182,8 +191,8 @@ def sharded(kind: str) -> nn.Module:
 
 
 def hop(rank: int, world: int, kind: str, folder: str, number: int) -> dict[str, torch.Tensor]:
-    """Loads checkpoint `number`, unless it is the first, trains a step only then, saves the next.
-    Returns every value that the checkpoint holds, at full size.
+    """If `number` is 0, train one step, else load checkpoint `number`; then save the next
+    checkpoint. Return every value that the new checkpoint holds, at full size.
     """
     warnings.simplefilter("ignore")
     model = sharded(kind)
@@ -211,15 +220,15 @@ def hop(rank: int, world: int, kind: str, folder: str, number: int) -> dict[str,
 
 @pytest.mark.long
 def test_a_checkpoint_hops_through_both_libraries(tmp_path):
-    """torch's FSDP2 on 2 ranks, fsdpc's fully_shard on 3, fsdpc's FSDP1 on 2, torch's FSDP2 on 1:
-    weights and moments stay equal to the bit.
+    """The checkpoint goes through torch's FSDP2 on 2 ranks, fsdpc's fully_shard on 3, fsdpc's FSDP1
+    on 2 and torch's FSDP2 on 1. Weights and moments stay equal to the bit.
     """
     route = [("torch", 2), ("fsdpc", 3), ("fsdp1", 2), ("torch", 1)]
     seen = []
     for number, (kind, world) in enumerate(route):
         outcomes = run_ranks(hop, world, kind=kind, folder=str(tmp_path), number=number)
         seen.append(outcomes[0])
-    assert len(seen[0]) == 4 * len(list(toy().parameters()))  # weight, moments and step
+    assert len(seen[0]) == 4 * len(list(toy().parameters()))  # a weight, two moments and a step
     for later in seen[1:]:
         for name in later.keys() & seen[0].keys():
             assert torch.equal(later[name], seen[0][name]), name
@@ -271,7 +280,9 @@ def test_meta_parameters_are_named_until_they_have_values(rank, world):
 
 @ranks(1)
 def test_sharding_on_the_meta_device_takes_what_it_takes_elsewhere(rank, world):
-    """DLPack refuses a meta tensor with an exception that costs 8 ms in torch."""
+    """Sharding must not pass meta tensors to DLPack,
+    which refuses them with an exception that costs 8 ms in torch.
+    """
 
     def seconds(device: str) -> float:
         model = nn.Sequential(*(nn.Linear(4, 4, device=device) for _ in range(20)))
@@ -289,7 +300,7 @@ def test_sharding_on_the_meta_device_takes_what_it_takes_elsewhere(rank, world):
 
 @ranks(2, 3)
 def test_safetensors_go_between_both_interfaces(rank, world):
-    """What one interface saves, the other loads, and trains on to the same bits."""
+    """Each interface loads a checkpoint of the other one, and trains on with equal losses."""
     folder = checkpoint_folder(rank)
     losses = []
     for number, kind in enumerate(["fsdpc", "fsdp1", "fsdpc"]):
@@ -307,7 +318,9 @@ def test_safetensors_go_between_both_interfaces(rank, world):
 @ranks(2)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_module_is_sharded_by_one_interface(rank, world, tied):
-    """With ties: a parameter tied to a sharded one is still plain when the second call gets it."""
+    """With `tied`, the module of the second call is still plain, but its weight was tied to a
+    weight that the first call sharded.
+    """
 
     def pair():
         first, second = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -323,11 +336,11 @@ def test_a_module_is_sharded_by_one_interface(rank, world, tied):
     wrapped = fsdpc.FullyShardedDataParallel(first, use_orig_params=True)
     with pytest.raises(ValueError, match="FullyShardedDataParallel already.* not both"):
         fsdpc.fully_shard(nn.Sequential(second))
-    assert wrapped.module is first  # keeps the wrapper alive: without it nothing would be sharded
+    assert wrapped.module is first  # keeps the wrapper, which shards the module, alive
 
 
 def checkpoint_folder(rank: int) -> str:
-    """The path of one new folder, the same on all ranks."""
+    """Return the path of one new folder, which is the same on all ranks."""
     paths = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(paths)
     return f"{paths[0]}/saved"
@@ -345,7 +358,7 @@ def test_optimizers_step_rows_as_they_step_flat_shards(rank, world, name):
 
 
 class OnLocalTensors(TorchDispatchMode):
-    """Fails at an operation on a DTensor."""
+    """A dispatch mode that fails at any operation on a DTensor."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert not any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))), func
@@ -355,8 +368,9 @@ class OnLocalTensors(TorchDispatchMode):
 @ranks(2, 3)
 @pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
 def test_sgd_with_momentum_steps_local_tensors(rank, world, implementation):
-    """Also in the first step, which makes the buffers, and after one of them was deleted. torch's
-    fused kernel rounds the last elements of a tensor in another way.
+    """Each step uses only local tensors, also the first step, which makes the momentum buffers, and
+    a step after a buffer was deleted. torch's fused kernel rounds the last elements of a tensor
+    differently.
     """
     bounds = {"rtol": 1e-5, "atol": 1e-6} if implementation == "fused" else {"rtol": 0, "atol": 0}
     same = functools.partial(torch.testing.assert_close, **bounds)
@@ -399,8 +413,9 @@ def test_the_plan_equals_what_units_of_rows_allocate(rank, world):
 @ranks(4)
 @pytest.mark.parametrize("param_dtype, reduce_dtype", [(torch.bfloat16, None), (None, torch.half)])
 def test_sums_in_low_precision(rank, world, param_dtype, reduce_dtype):
-    """Sums over shared memory or a wire are exact means; over torch's collectives they are gloo's
-    rounded sum, as in torch. torch 2.15 sums in the parameter's dtype if no dtype is given.
+    """Over shared memory or a wire, gradients are exact means. Over torch's collectives, gloo
+    rounds the sums, as in torch. torch 2.15 sums in the parameter's dtype if no reduce_dtype is
+    given.
     """
 
     def gradients(shard, **options):
@@ -429,7 +444,7 @@ def test_sums_in_low_precision(rank, world, param_dtype, reduce_dtype):
     largest = torch.stack([mean.abs().max() for mean in exact]).max()
     assert (torch.stack(far).max() > 1e-4 * largest) == rounds
     for collectives, expected in (("wire", own), ("c10d", theirs)):
-        os.environ["FSDPC_COLLECTIVES"] = collectives  # for the mesh's new group alone
+        os.environ["FSDPC_COLLECTIVES"] = collectives  # applies only to the new group of the mesh
         mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
         for value, other in zip(gradients(fsdpc.fully_shard, mesh=mesh), expected, strict=True):
             assert torch.equal(value, other) == (rounds or collectives == "wire")
@@ -438,10 +453,10 @@ def test_sums_in_low_precision(rank, world, param_dtype, reduce_dtype):
 
 @ranks(2)
 def test_waiting_gradients_are_summed_by_finalize_backward(rank, world):
-    """A pipeline of torch 2.15 calls it after its micro-batches."""
+    """A pipeline of torch 2.15 calls finalize_backward() after its micro-batches."""
     model = shard_blocks(toy())
     model.set_manual_backward_finalization(True)
-    model.finalize_backward()  # before the first forward there is nothing
+    model.finalize_backward()  # does nothing before the first forward
     model.set_requires_gradient_sync(False)
     whole = toy()
     for micro in range(2):
@@ -491,8 +506,8 @@ def test_ranges_in_a_profile(rank, world):
 @ranks(2)
 @pytest.mark.parametrize("annotate", ["emit_nvtx", "emit_itt"])
 def test_ranges_reach_the_observers_of_other_profilers(rank, world, annotate):
-    """emit_nvtx installs an observer of torch's record functions; as it needs a GPU, another
-    observer stands for its own.
+    """emit_nvtx installs an observer of torch's record functions. This observer needs a GPU, so
+    the test uses another observer in its place.
     """
     profiler = torch.autograd.profiler
     model = shard_each()

@@ -54,7 +54,9 @@ class Returns(nn.Module):
 
 @ranks(2)
 def test_outputs_of_any_type_are_cast_and_train(rank, world):
-    """torch loses the gradients of the last two, and raises for the first."""
+    """torch loses the gradients of the registered class and the deque,
+    and raises an error for the dataclass.
+    """
     for kind in ("dataclass", "registered", "deque"):
         model = Returns(kind)
         with torch.no_grad():
@@ -75,7 +77,9 @@ def test_outputs_of_any_type_are_cast_and_train(rank, world):
 
 
 class Chunked(nn.Module):
-    """A language model whose loss reads the head's weight by chunks; `after`: outside forward."""
+    """A language model whose loss reads the head's weight in chunks. With `after`, the loss is
+    computed outside of forward.
+    """
 
     def __init__(self, after=False):
         super().__init__()
@@ -130,11 +134,14 @@ def train_chunked(rank, world, after=False, group=False, reshard=None, freeze=Fa
 
 
 def train_beside(model, reference, rank, world):
-    """Two steps of each model, the reference with all ranks' batches; then weights must agree."""
+    """Train both models for two steps, the reference with the batches of all ranks,
+    and check that their weights agree.
+    """
     optimizers = sgd(model), sgd(reference)
     for number in range(2):
         with torch.no_grad():
-            # As with torch, a root's values are readable after training forwards only.
+            # As with torch, the root's values can be read only after a training forward, not after
+            # one under no_grad.
             if not model.after:
                 chunked_loss(model, rank, number)
         chunked_loss(model, rank, number).backward()
@@ -148,7 +155,7 @@ def train_beside(model, reference, rank, world):
 
 @ranks(2)
 def test_losses_that_read_a_head_they_never_call(rank, world):
-    """trl's way: norm and head are one unit, and only the norm is called."""
+    """As in trl, the norm and the head are one unit, and only the norm is called."""
     for reshard in (False, True):
         for freeze in (False, True):
             train_chunked(rank, world, group=True, reshard=reshard, freeze=freeze)
@@ -157,7 +164,7 @@ def test_losses_that_read_a_head_they_never_call(rank, world):
 
 
 class Asking(Chunked):
-    """Reads the head's weight by ``full_tensor()``, where the model is sharded."""
+    """A model that reads the head's weight by ``full_tensor()`` if the weight is sharded."""
 
     def loss(self, hidden, labels):
         weight = self.head.weight
@@ -167,7 +174,7 @@ class Asking(Chunked):
 
 @ranks(2)
 def test_full_tensors_of_a_frozen_head_inside_the_forward(rank, world):
-    """trl's way with adapters: the head is a unit of its own, and is not called."""
+    """As in trl with adapters, the head is a separate unit, which is never called."""
     model, reference = Asking(), Asking()
     for one in (model, reference):
         one.head.weight.requires_grad_(False)
@@ -186,7 +193,9 @@ def test_full_tensors_of_a_frozen_head_inside_the_forward(rank, world):
 
 @ranks(2)
 def test_what_modules_show_after_a_forward(rank, world):
-    """As with torch, modules show plain parameters of kept units until backward or reshard()."""
+    """As with torch, modules show the plain parameters of units that stay gathered,
+    until backward or reshard().
+    """
     model = train_chunked(rank, world, group=True, reshard=False)
     kept = [model.embed.weight, model.norm.weight, model.head.weight]
     chunked_loss(model, rank, 0).backward()
@@ -222,7 +231,7 @@ def test_what_modules_show_after_a_forward(rank, world):
 
 
 class Heads(Chunked):
-    """A model with parameters of the root's own, and embeddings that may be the head's weight."""
+    """A model whose root has its own parameter, and whose head may be tied to the embeddings."""
 
     def __init__(self, tied=False):
         super().__init__()
@@ -243,7 +252,9 @@ def put(model, name, param):
 
 
 def distributed(model, source):
-    """The source's values as DTensors like the model's parameters, by all names of tied ones."""
+    """Return the source's values as DTensors placed like the model's parameters,
+    under all names of tied parameters.
+    """
     values = {
         name: distribute_tensor(value.detach(), param.device_mesh, param.placements)
         for (name, param), value in zip(model.named_parameters(), source.parameters(), strict=True)
@@ -285,7 +296,9 @@ TIED_WAYS = ["parameters", "the other name", "broadcast", "broadcast, offloaded"
 @pytest.mark.long
 @ranks(2)
 def test_every_way_to_fill_a_meta_model(rank, world):
-    """With and without ties, by units of one module and of several, before and after a forward."""
+    """Each way works with and without tied weights,
+    with units of one and of several modules, before and after a forward.
+    """
     ids = torch.arange(11)[None]
     for tied, how in [*((False, how) for how in WAYS), *((True, how) for how in TIED_WAYS)]:
         torch.manual_seed(0)
@@ -335,7 +348,9 @@ def test_meta_models_that_are_not_filled(rank, world):
 
 @ranks(2)
 def test_types_of_parameters_after_a_forward(rank, world):
-    """Types are torch's for all values of `reshard_after_forward`, on a root and on a child."""
+    """Parameters are DTensors or plain as in torch, for all values of `reshard_after_forward`,
+    on a root and on a child.
+    """
     for value, plain in ((None, {"1"}), (True, set()), (False, {"0", "1"})):
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
         fully_shard(model[0], reshard_after_forward=value)
@@ -356,7 +371,7 @@ def test_types_of_parameters_after_a_forward(rank, world):
 
 @ranks(2)
 def test_weights_that_are_tied_after_sharding(rank, world):
-    """A loader may tie weights last: both places then add to one gradient."""
+    """If a loader ties weights after sharding, both modules add to one gradient."""
     ids = torch.arange(11)[None]
     for meta, alone in [(False, True), (True, False)]:
         torch.manual_seed(0)
@@ -385,7 +400,7 @@ def test_weights_that_are_tied_after_sharding(rank, world):
 
 @ranks(2)
 def test_a_first_forward_in_inference_mode(rank, world):
-    """Also where the root has no parameters of its own: its unit is made in that forward."""
+    """The root has no parameters of its own. Its unit is made only in the first forward."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for layer in model:
         fully_shard(layer)

@@ -123,4 +123,4 @@ def test_a_template_that_died_is_replaced_and_has_the_environment_of_its_pytest(
     assert died.ended(60)
     monkeypatch.setenv("FSDPC_TEST_OF_THE_HARNESS", "set")
     assert run_ranks(variable, 1) == ["set"]
-    Template.close()  # the next tests' template has the variable no longer
+    Template.close()  # templates of the next tests must not have the variable

@@ -123,7 +123,9 @@ def test_a_users_hook_over_a_wire(rank, world, strategy):
 
 
 def accumulate(rank, world, engine, strategy, synced):
-    """Three micro-batches, the last of which is synchronised; twice."""
+    """Train two steps of three micro-batches. All micro-batches are synchronized if `synced`,
+    else only the last of each step.
+    """
     model = wrap_blocks(engine, toy(), sharding_strategy=strategy, use_orig_params=True)
     hook = Calls()
     model.register_comm_hook(None, hook)
@@ -156,7 +158,7 @@ def test_accumulation_over_a_wire(rank, world):
 @STRATEGIES
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_compressing_hooks(rank, world, strategy, low):
-    """These hooks leave the mean of the rounded gradients, seen in the parameters' dtype."""
+    """torch's fp16 and bf16 hooks leave the mean of rounded gradients, in the parameters' dtype."""
     hook = {
         torch.float16: default_hooks.fp16_compress_hook,
         torch.bfloat16: default_hooks.bf16_compress_hook,
@@ -177,8 +179,10 @@ def test_compressing_hooks(rank, world, strategy, low):
 
 @ranks(2)
 def test_sums_in_half_precision_as_torch_rounds_them(rank, world):
-    """A default hook adds in reduce_dtype, as torch's FSDP does, to its bits on two ranks; the
-    engine's own sums add rounded gradients exactly, and those of replicas are not rounded."""
+    """A default hook adds in reduce_dtype, as torch's FSDP does; on two ranks, the sums equal
+    torch's to the bit. The engine's own sums add the rounded gradients exactly, and its sums over
+    replicas are not rounded.
+    """
     for strategy in ALL:
         options = {
             "sharding_strategy": strategy,
@@ -235,7 +239,7 @@ def test_a_unit_of_two_dtypes_calls_once_for_each(rank, world):
 
 @ranks(2)
 def test_another_dtype_in_data(rank, world):
-    """A hook may put a tensor of another dtype in the output's place, as torch's own do."""
+    """A hook may replace the output's data by a tensor of another dtype, as torch's hooks do."""
 
     def quantise(state, grad, output):
         grad.data = grad.data.to(torch.bfloat16)
@@ -286,7 +290,7 @@ def test_an_exception_of_the_hook_comes_out_and_the_model_goes_on(rank, world):
 
 
 class Experts(nn.Module):
-    """Which experts run, and in which order, is the input's choice; the last one never does."""
+    """A model whose input chooses which experts run, in which order; the last one never runs."""
 
     def __init__(self):
         super().__init__()
@@ -315,7 +319,9 @@ def experts_loss(model, batch):
 @ranks(2)
 @STRATEGIES
 def test_units_that_run_by_data(rank, world, strategy):
-    """Ranks run different units, no unit, or one twice: no hang, and the reference's result."""
+    """Ranks may run different units, no unit, or a unit twice: nothing hangs,
+    and gradients equal those of the reference.
+    """
     model = Experts()
     for i in range(4):
         model.experts[i] = wrap(
@@ -338,7 +344,9 @@ def test_units_that_run_by_data(rank, world, strategy):
 
 @ranks(2, env=C10D)
 def test_a_gather_that_meets_a_hook(rank, world):
-    """In gloo two messages of two lengths that meet end a process: both ranks must raise before."""
+    """gloo ends the process if a message meets a message of another length. Both ranks must raise
+    an error before they send such messages.
+    """
     options = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "use_orig_params": True}
     model = wrap("fsdpc", toy(), **options)
     model.register_comm_hook(None, Calls())
@@ -404,7 +412,7 @@ def one_stays_away(rank, world):
     if rank == 0:
         loss.backward()
     else:
-        dist.barrier()  # until rank 0 has gone
+        dist.barrier()  # rank 1 waits here, and runs no backward
 
 
 def test_a_rank_that_does_not_come_is_named():
@@ -436,7 +444,9 @@ def test_keep_low_precision_grads(rank, world):
 
 
 class Twice(nn.Module):
-    """A block that is recomputed for each of its two uses: complete twice in a backward."""
+    """A model that checkpoints both uses of its block,
+    so that the block's gradients are complete twice in a backward.
+    """
 
     def __init__(self):
         super().__init__()
@@ -451,7 +461,7 @@ class Twice(nn.Module):
 
 @ranks(2)
 def test_a_unit_complete_twice_in_a_backward(rank, world):
-    """Gradients that come after the unit's turn are sent at the end of backward."""
+    """Gradients that arrive after the unit was reduced are reduced at the end of backward."""
     torch.manual_seed(rank)
     x = torch.randn(3, 6, requires_grad=True)
     model = Twice()
@@ -468,7 +478,7 @@ def test_a_unit_complete_twice_in_a_backward(rank, world):
 
 @ranks(1)
 def test_in_a_fake_process_group(rank, world):
-    """Nothing travels; calls are made as if it did."""
+    """Nothing is sent in a fake process group, but hooks are called as in a real group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""Groups of several hosts whose ranks share memory inside each host (hosts in name only)."""
+"""Tests of groups of several hosts whose ranks share memory inside each host. All ranks run on one
+host; the other hosts exist in name only.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ STEPS = 3
 
 
 def sent_per_step(model: torch.nn.Module, before: int) -> float:
-    """Bytes from one host to the other, as a multiple of the bytes of all padded parameters."""
+    """Return the bytes that one host sends to the other in a step,
+    as a multiple of the bytes of all padded parameters.
+    """
     mine = torch.tensor([fsdpc.memory_stats(model)["sent_bytes"] - before], dtype=torch.float64)
     dist.all_reduce(mine)
     pieces = sum(unit.flat.shard.nbytes for unit in model._get_fsdp_state()._tree.units)
@@ -33,7 +37,9 @@ def sent_per_step(model: torch.nn.Module, before: int) -> float:
 @ranks(4, env=on_hosts.counted_as("aabb"))
 @pytest.mark.parametrize("reshard, most", [(True, 1.5), (2, 1.0), (4, 1.5), (False, 1.0)])
 def test_bytes_between_hosts_and_a_second_shard(rank, world, reshard, most):
-    """Every byte once per host; with a second shard over a host's ranks backward gathers there."""
+    """No gather or reduction sends a byte to a host twice. With reshard_after_forward=2, forward
+    leaves all values on the ranks of each host, and backward gathers inside the host.
+    """
     model = toy(blocks=8, width=64, vocabulary=64)
     reference = Reference(model)
     shard_blocks(model, reshard_after_forward=reshard)
@@ -65,7 +71,7 @@ def test_bytes_between_hosts_and_a_second_shard(rank, world, reshard, most):
 
 @ranks(4, env=on_hosts.counted_as("abba"))
 def test_one_set_of_slots_per_host(rank, world):
-    """Ranks of a host map the same memory; planned bytes equal allocated ones."""
+    """The ranks of a host map the same memory, and the planned bytes equal the allocated bytes."""
     model = shard_blocks(toy(blocks=3))
     loss_of(model, tokens(rank, 0)).backward()
     stats, report = fsdpc.memory_stats(model), fsdpc.memory_report(model)
@@ -77,7 +83,9 @@ def test_one_set_of_slots_per_host(rank, world):
 
 
 class Ways(torch.nn.Module):
-    """Runs the blocks that its input lists; if a block runs twice, one of its gradients is late."""
+    """A model that runs the blocks that its input lists. If a block runs twice,
+    one of its gradients arrives late.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,8 +104,9 @@ def fails(grad):
     raise ZeroDivisionError("planned")
 
 
-# Each rank's way: all blocks; some not on one host, or on one rank; some twice, on one rank or all;
-# and a backward that breaks off while gradients of the last blocks are on their way.
+# Each text lists the blocks that each rank runs: all blocks; only some blocks, on one host or on
+# one rank; some blocks twice, on one rank or on all. With "!", backward fails while gradients of
+# the last blocks are being sent.
 WAYS = ["0123 0123 0123 0123", "0123 0123 01 01", "0123 01 23 3210", "0!123 0!123 0!123 0!123"]
 WAYS += ["0120 0123 0123 0123", "0123 0123 0123 0123", "01230 01230 01230 01230"]
 WAYS += ["3 3 3 3", "012!3 012!3 012!3 012!3", "03 03 30 30", "0123 0123 0123 0123"]
@@ -114,7 +123,7 @@ def gradients_of(model: torch.nn.Module, door: str) -> dict[str, torch.Tensor]:
 
 
 def sends_before_the_end(model: torch.nn.Module) -> int:
-    """How often this backward sent sums over hosts before its end; clears the trace."""
+    """Return how often this backward sent sums to other hosts before its end; clear the trace."""
     state = model._get_fsdp_state() if hasattr(model, "_get_fsdp_state") else model
     tree = state._tree
     ops = [event["op"] for event in tree.trace()]
@@ -124,7 +133,7 @@ def sends_before_the_end(model: torch.nn.Module) -> int:
 
 
 def sums_in_order(plain: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The sums of all ranks' gradients, in rank order."""
+    """Return the sums of all ranks' gradients, added in rank order."""
     found = {}
     for name, p in plain.named_parameters():
         own = torch.zeros_like(p) if p.grad is None else p.grad
@@ -135,9 +144,9 @@ def sums_in_order(plain: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def sums_over_hosts(rank: int, world: int, door: str, shards: int, pause: float) -> int:
-    """Trains HYBRID, each rank its own way and late by up to `pause`; with one rank on each host
-    sums are equal to the bit. Returns how often parts of sums were sent before the last unit's
-    gradients were there.
+    """Train with HYBRID sharding, where each rank runs its own blocks and is late by up to `pause`
+    seconds. With one rank on each host, the sums must be equal to the bit. Return how often parts
+    of sums were sent before the gradients of the last unit were complete.
     """
     mesh = init_device_mesh("cpu", (world // shards, shards), mesh_dim_names=("copies", "shards"))
     options = {"mesh": mesh}
@@ -176,21 +185,25 @@ def sums_over_hosts(rank: int, world: int, door: str, shards: int, pause: float)
 @ranks(4, env=on_hosts.counted_as("aabb"))
 @pytest.mark.parametrize("door", ["flat", "original", "fully_shard"])
 def test_sums_over_hosts_travel_during_backward(rank, world, door):
-    """HYBRID: a unit's sum is sent as soon as its host has it, whatever each host's ranks run."""
+    """With HYBRID sharding, a host sends a unit's sum as soon as the sum is complete on this host,
+    whichever blocks the ranks of each host run.
+    """
     early = sums_over_hosts(rank, world, door, 2, 0.0)
-    assert early > 0  # the number depends on how late the other rank is
+    assert early > 0  # the exact number depends on how late the other rank is
 
 
 @ranks(3, env=on_hosts.counted_as("abc"))
 @pytest.mark.parametrize("door", ["original", "fully_shard"])
 def test_sums_over_three_hosts(rank, world, door):
-    """HYBRID: sums are in the order of hosts, to the bit, though hosts are late."""
+    """With HYBRID sharding, sums are added in the order of hosts, even if hosts are late. The sums
+    equal the expected ones to the bit.
+    """
     early = sums_over_hosts(rank, world, door, 1, 0.03)
     assert early > 0
 
 
 class Student(Ways):
-    """A model that asks `other` for a number when its own blocks have run."""
+    """A model that adds the value of `other()` to its output when its own blocks have run."""
 
     def forward(self, x: torch.Tensor, way: str, other: Callable[[], torch.Tensor]) -> torch.Tensor:
         return super().forward(x, way) + other()
@@ -203,8 +216,8 @@ def first_weight(model: torch.nn.Module) -> torch.Tensor:
 
 @ranks(3, env={**on_hosts.counted_as("abb"), "FSDPC_TIMEOUT": "8"})
 def test_a_rank_that_leaves_out_a_unit_does_not_stop_the_others_of_its_host(rank, world):
-    """The unit's values are on their way to the host when another model's are needed, in its
-    forward or by a collective.
+    """Rank 2 leaves out the last block. The values of this block are still being sent to its host
+    when the ranks need values of the teacher, in a forward or in summon_full_params.
     """
     plain, plain_teacher = Student(), Ways()
     student = by_door("original", copy.deepcopy(plain))
@@ -237,7 +250,7 @@ def first_of(model: torch.nn.Module) -> torch.Tensor:
 
 
 def segments() -> list[str]:
-    """The inodes of shared segments that this process maps."""
+    """Return the inodes of the shared memory segments that this process maps."""
     with open("/proc/self/maps", encoding="ascii") as file:
         fields = [line.split() for line in file]
     return sorted({f[4] for f in fields if f[5:6] == ["/memfd:fsdpc"]})
@@ -249,7 +262,9 @@ def refused(*arguments):
 
 @ranks(3, env=on_hosts.counted_as("abb"))
 def test_a_host_whose_ranks_cannot_share_memory(rank, world):
-    """Then no ranks of any host share memory, and all of them train by sends and receives."""
+    """If the ranks of one host cannot share memory, no ranks of any host share memory, and all of
+    them train by sends and receives.
+    """
     from fsdpc._comm import bootstrap
 
     if rank == 2:
@@ -265,7 +280,9 @@ def test_a_host_whose_ranks_cannot_share_memory(rank, world):
 
 @ranks(2, env={"FSDPC_COLLECTIVES": "wire"})
 def test_gathers_begin_as_many_units_ahead_as_have_slots(rank, world):
-    """With a wire's three slots gathers begin two units ahead; units still in slots need none."""
+    """A wire has three slots, so that gathers begin two units ahead.
+    Units that are still in slots need no gather.
+    """
     model = shard_blocks(toy(blocks=6))
     for step in range(2):
         if step == 1:

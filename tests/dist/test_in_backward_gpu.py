@@ -1,5 +1,6 @@
-"""fsdpc.optim.in_backward on the simulated GPU: steps are queued in backward, equal to later ones
-to the bit, without a host sync, and each wait that is left out is found.
+"""Tests of fsdpc.optim.in_backward on the simulated GPU. Steps are queued during backward and need
+no host synchronization. Their results equal those of steps after backward to the bit. If a test
+leaves out a wait, the simulator reports a race.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missin
 
 
 class Inside(Run):
-    """The model of test_device_waits.py, whose units step in backward."""
+    """The training of test_device_waits.py, but with steps in backward unless ``library`` is
+    "after".
+    """
 
     def __init__(self, rank: int, precision: str, door: str = "FSDP", library: str = "") -> None:
         super().__init__(rank, precision, door, "fsdpc.optim")
@@ -84,7 +87,9 @@ ALL = (["01"] * 5, [0, 1, 2, 3, 4])
 
 
 class Partial(nn.Module):
-    """Blocks of which a step uses the first layer, the second layer, both layers or none."""
+    """A model of blocks with two layers each. ``which`` has, for each block, the numbers of the
+    layers that run.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,8 +117,8 @@ class Pair(nn.Module):
 @ranks(1, 2, env=ON_GPU)
 @pytest.mark.parametrize("door", ["orig", "fully_shard"])
 def test_parameters_and_modules_that_are_not_used(rank: int, world: int, door: str):
-    """A unit of which a rank left parameters unused steps when backward has ended, the other units
-    before its end. A parameter that no rank used keeps its value and its states.
+    """A unit with parameters that a rank left unused steps when backward has ended; the other units
+    step before the end. A parameter that no rank used keeps its value and its states.
     """
     import simgpu
 
@@ -166,7 +171,9 @@ def test_other_numbers_of_reduce_slots(rank: int, world: int, slots: int):
 
 @ranks(1, 2, env=ON_GPU)
 def test_after_a_backward_that_raised(rank: int, world: int):
-    """Units before the error have stepped; later steps are those of all units, also for hooks."""
+    """The backward raises an error after some units have stepped. Later backwards step all units,
+    and hooks see their gradients.
+    """
     import simgpu
 
     def fail(*_: Any) -> None:
@@ -189,7 +196,7 @@ def test_after_a_backward_that_raised(rank: int, world: int):
         inside.step()
         inside.zero_grad()
     steps = [inside.state[next(block.parameters())]["step"] for block in model.blocks]
-    stepped = 3 if world == 1 else 1  # 4, 3 and 2, or blocks whose slot another one took
+    stepped = 3 if world == 1 else 1  # on one rank blocks 4, 3 and 2, else block 4
     assert steps == [2] * (5 - stepped) + [3] * stepped
     assert len(seen) == (3 if world == 1 else 2) and all(seen)
     assert simgpu.take_reports() == []
@@ -197,7 +204,9 @@ def test_after_a_backward_that_raised(rank: int, world: int):
 
 @ranks(1, 2, env=ON_GPU)
 def test_units_step_before_backward_ends(rank: int, world: int):
-    """On several ranks two units have not stepped by then: their sums are still in reduce slots."""
+    """On several ranks, two units have not stepped when the first block's backward begins: their
+    sums are still in reduce slots.
+    """
     model = by_door("fully_shard", Partial())
     optimizer = optim.in_backward(model, MAKERS["AdamW"])
     seen: list[int] = []
@@ -223,7 +232,9 @@ def cost(rank: int, world: int, library: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_neither_waits_nor_allocates(world: int):
-    """Two launches for each unit instead of two for all units; no stream waits more often."""
+    """Steps in backward need two kernel launches for each unit, instead of two for all units. They
+    need as many stream waits as steps after backward.
+    """
     after, inside, host = (
         run_ranks(cost, world, env=ON_GPU, library=each)[0] for each in ("after", "inside", "host")
     )

@@ -1,4 +1,6 @@
-"""fsdpc.optim.in_backward on the simulated GPU: gradients of all units in the memory of a few."""
+"""Tests of fsdpc.optim.in_backward on the simulated GPU:
+the gradients of all units share the memory of a few units.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from fsdpc.plan.sources.modules import units_of_tree
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 GPU = env.environment()
-LAYERS, WIDE = 8, 67  # odd, so that there is padding
+LAYERS, WIDE = 8, 67  # WIDE is odd, so that shards are padded
 
 
 def block(narrow: bool) -> nn.Module:
@@ -38,8 +40,8 @@ def block(narrow: bool) -> nn.Module:
 
 
 class Even(nn.Module):
-    """Equal blocks; with ``mixed`` every second block is of another kind; ``order``: in which the
-    blocks run.
+    """A model of equal blocks, which run in the order ``order``. With ``mixed``,
+    every second block is of another kind.
     """
 
     def __init__(self, mixed: bool = False) -> None:
@@ -72,7 +74,9 @@ def step(model: nn.Module, optimizer: Any, rank: int, number: int) -> None:
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 @pytest.mark.parametrize("early", [True, False])
 def test_gradients_take_the_memory_of_a_few_units(rank: int, world: int, door: str, early: bool):
-    """The gradients of one unit on one rank, else of one per reduce slot; a step allocates none."""
+    """On one rank, gradients take the memory of one unit; on several ranks, that of one unit per
+    reduce slot. A step allocates no memory.
+    """
     cache = Cache()
     _C.Comm.self_(0)
     cache.serve()
@@ -93,7 +97,7 @@ def test_gradients_take_the_memory_of_a_few_units(rank: int, world: int, door: s
     slots = 1 if world == 1 else 2
     stats = fsdpc.memory_stats(model)
     assert stats["grad_bytes"] == slots * own < LAYERS * own
-    # Slots take the gradients' place, and the rest is as before.
+    # Slots replace the gradients of the units; all other memory is as before.
     assert cache.out() <= before - (LAYERS - slots) * own + 2000
     report = fsdpc.memory_report(model)
     assert report.equal, str(report)
@@ -107,8 +111,8 @@ def test_gradients_take_the_memory_of_a_few_units(rank: int, world: int, door: s
 @ranks(1, 2, env=GPU)
 @pytest.mark.parametrize("low", [False, True])
 def test_units_in_any_order(rank: int, world: int, low: bool):
-    """A new order in each step; with `low` the optimizer sees gradients in another dtype than
-    the sums have; padding is as it was.
+    """Units run in a new order in each step. With `low`, the optimizer gets gradients in another
+    dtype than that of the sums. Padding keeps its values.
     """
 
     def made() -> nn.Module:
@@ -136,7 +140,7 @@ def test_units_in_any_order(rank: int, world: int, low: bool):
 
 @ranks(1, 2, env=GPU)
 def test_gradients_that_wait_for_the_end_of_backward(rank: int, world: int):
-    """A unit of which a rank left parameters unused keeps its gradient until then."""
+    """A unit with parameters that a rank left unused keeps its gradient until backward ends."""
     first = ["01", "0", "01", "0", "01"]
     expected, model = by_door("fully_shard", Partial()), by_door("fully_shard", Partial())
     outside, inside = adamw(expected.named_parameters()), optim.in_backward(model, adamw)
@@ -161,7 +165,7 @@ def local_of(grad: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 @pytest.mark.parametrize("how", ["object", "view", "detached"])
 def test_gradients_that_the_program_keeps(rank: int, world: int, door: str, how: str):
-    """The gradients of one unit, kept by a hook: no other unit writes into them."""
+    """If a hook keeps the gradients of one unit, no other unit writes into these gradients."""
     take = {
         "object": lambda g: g,
         "view": lambda g: local_of(g).view(-1)[1:],
@@ -182,7 +186,8 @@ def test_gradients_that_the_program_keeps(rank: int, world: int, door: str, how:
     for number in range(3):
         step(model, optimizer, rank, number)
         assert kept or world > 1
-        # A kept object keeps its values for ever, a view until the unit's next backward.
+        # A kept object keeps its values for ever. A view or a detached tensor keeps its values
+        # until the unit's next backward.
         for taken, values in kept if how == "object" else kept[-1:]:
             assert torch.equal(local_of(taken), values), number
         if how != "object":
@@ -233,7 +238,9 @@ def test_gradients_that_the_user_assigns(rank: int, world: int):
 
 @ranks(1, env=GPU)
 def test_a_unit_that_finds_no_memory_is_named(rank: int, world: int):
-    """Named: the unit after one whose gradient the program keeps; and slots that get no memory."""
+    """The error names the slots that get no memory,
+    or the unit that runs after a unit whose gradient the program keeps.
+    """
     cache = Cache()
     _C.Comm.self_(0)
     cache.serve()

@@ -1,4 +1,6 @@
-"""``fsdpc.install()``: which class a reference means, before, between and after."""
+"""Tests of ``fsdpc.install()``: which class a reference means before install(), between install()
+and uninstall(), and after uninstall().
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 class Torchs:
-    """Holds torch's class where install() does not look: in no module's namespace."""
+    """A class that holds torch's classes: install() replaces only names in modules."""
 
     FSDP = public.FullyShardedDataParallel
     Scaler = scaler_home.ShardedGradScaler
@@ -42,7 +44,7 @@ STATIC = [
 
 
 class DerivedBefore(Torchs.FSDP):
-    """A framework's own class, defined when torch's name still meant torch's class."""
+    """A framework's subclass that was defined when torch's name still meant torch's class."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +54,7 @@ def _leave_as_found():
 
 
 def framework(name: str = "framework") -> types.ModuleType:
-    """A module that imported torch's class under a name of its own."""
+    """Return a module that has imported torch's classes under other names."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     module.FSDP = Torchs.FSDP
@@ -84,7 +86,7 @@ def test_names_change_and_change_back():
         assert FullyShardedDataParallel is fsdpc.FSDP
         assert module.FSDP is fsdpc.FSDP
         assert scaler_home.ShardedGradScaler is module.Scaler is ShardedGradScaler
-        assert vars(home)["FullyShardedDataParallel"] is Torchs.FSDP  # what torch's functions read
+        assert vars(home)["FullyShardedDataParallel"] is Torchs.FSDP  # torch's functions read this
         fsdpc.uninstall()
         fsdpc.uninstall()
         assert not installed()
@@ -136,7 +138,9 @@ def test_importing_and_installing_is_silent():
 
 
 def test_none_of_torchs_code_is_inherited():
-    """torch's class is a base for isinstance alone: all that it defines is nn.Module's or gone."""
+    """torch's class is a base class only for isinstance:
+    fsdpc overrides or hides every name that torch's class defines.
+    """
     ours = [c for c in fsdpc.FSDP.__mro__ if c.__module__.partition(".")[0] == "fsdpc"]
     for name in vars(Torchs.FSDP):
         if name in ("__doc__", "__dict__", "__weakref__", "__annotations__"):
@@ -150,7 +154,7 @@ def test_none_of_torchs_code_is_inherited():
 
 @ranks(2, alone=True)
 def test_models_of_both_kinds(rank, world):
-    """isinstance on both sides, static methods of either class, and training, side by side."""
+    """isinstance, static methods of both classes, and training work for models of both classes."""
     theirs = Torchs.FSDP(toy(), device_id=CPU)
     ours_before = fsdpc.FSDP(toy())
     assert isinstance(ours_before, Torchs.FSDP) and isinstance(ours_before, fsdpc.FSDP)
@@ -233,7 +237,7 @@ def test_fully_shard_and_torchs_checkpoints_go_on(rank, world):
 
 @pytest.mark.parametrize("name", STATIC)
 def test_static_methods_go_to_the_owner_of_the_model(name):
-    """With a torch model in any argument torch's method runs; with none fsdpc's."""
+    """If any argument is a model of torch's class, torch's method runs; else fsdpc's runs."""
     calls = []
     owners = {"torch": Torchs.FSDP, "fsdpc": fsdpc.FSDP}
     originals = {who: inspect.getattr_static(cls, name) for who, cls in owners.items()}
@@ -276,7 +280,7 @@ def test_the_interface_that_is_installed(rank, world, interface):
     import torch.distributed.fsdp as public
 
     before = public.fully_shard, public.FullyShardedDataParallel
-    theirs = before[0](toy())  # made by torch before
+    theirs = before[0](toy())  # sharded by torch before install()
     fsdpc.install(interface)
     sharded = public.fully_shard is fsdpc.fully_shard
     assert (

@@ -1,4 +1,4 @@
-"""Delays on random ranks: that they happen, and what is known to race under them."""
+"""Tests that random delays happen, and that models which raced under delays train correctly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model_step(delays):
 
 
 class LowRank(nn.Module):
-    """A frozen layer beside two small ones, as peft makes them."""
+    """A frozen layer beside two small trainable layers, as in peft."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

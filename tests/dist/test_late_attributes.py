@@ -1,5 +1,5 @@
-"""Attributes and outputs that are a unit's own memory: parameters of released modules are there and
-their values are refused, and what a unit returned can be read after its release.
+"""Tests of attributes and outputs whose memory belongs to a unit. A module of a released unit still
+has its parameters, but their values cannot be read. The outputs of a released unit can be read.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_the_sharded_weight_of_another_unit_is_not_computed_with(rank, world, st
 
 
 class Momentum(nn.Module):
-    """A momentum encoder that the training forward moves itself: BYOL, MoCo, DINO."""
+    """A momentum encoder that the training forward itself updates, as in BYOL, MoCo and DINO."""
 
     def __init__(self, how):
         super().__init__()
@@ -223,7 +223,7 @@ def test_a_unit_that_returns_its_parameters(rank, world, form, frozen, use_orig_
 
 
 class Temperature(nn.Module):
-    """A contrastive model, which returns its scale as a whole parameter in a dict."""
+    """A contrastive model that returns a dict with its scale, which is a parameter of the model."""
 
     def __init__(self):
         super().__init__()
@@ -257,7 +257,9 @@ class Scaled(nn.Module):
 @both_ways
 @all_strategies
 def test_a_returned_parameter_in_a_further_backward(rank, world, strategy, use_orig_params):
-    """The parameter's gradient is the first that is there, also if its values are the shard."""
+    """A second backward uses the same graph. In it, the gradient of the returned parameter is
+    complete before all other gradients, even if the shard holds the whole parameter.
+    """
     torch.manual_seed(0)
     plain = Scaled()
     reference = Reference(plain, loss_of=squares)

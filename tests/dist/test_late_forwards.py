@@ -1,4 +1,6 @@
-"""One unit in several forwards before its backward, in threads, and in cycles of containers."""
+"""Tests of one unit that runs in several forwards before its backward, of units that run in
+threads, and of inputs and outputs in containers that hold themselves.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import fsdpc
 
 
 class Rollout(nn.Module):
-    """A model that is applied to its own output, with a parameter that some calls leave out."""
+    """A model that is applied to its own output; some calls leave out one of its parameters."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +102,7 @@ def test_units_called_in_threads(rank, world, reentrant, use_orig_params):
 
 
 class Straight(nn.Module):
-    """A unit of three layers, which another thread runs; the last layer only if `also` is set."""
+    """A unit of three layers that run in another thread; the last one runs only with `also`."""
 
     def __init__(self):
         super().__init__()
@@ -127,8 +129,9 @@ class Around(nn.Module):
 
 @ranks(2, env=POISON)
 def test_a_unit_whose_layers_run_in_a_thread(rank, world):
-    """All parameters get gradients after a step with frozen ones. With an unused one the unit's end
-    is seen at its inputs, which autograd reaches early: that is refused.
+    """All parameters get gradients in a step that follows a step with frozen parameters. If a layer
+    is unused, fsdpc can detect the end of the unit's backward only at the inputs of the unit.
+    Autograd reaches these inputs too early, so an error is raised.
     """
     torch.manual_seed(0)
     reference, model = Around(), Around()
@@ -151,7 +154,9 @@ def test_a_unit_whose_layers_run_in_a_thread(rank, world):
 
 
 class Again(nn.Module):
-    """A unit that a reentrant checkpoint runs twice in a forward, each time before another unit."""
+    """A model that runs one unit twice in a forward by reentrant checkpoints,
+    each time before another unit.
+    """
 
     def __init__(self):
         super().__init__()
@@ -209,7 +214,7 @@ class Rings(nn.Module):
         return x
 
 
-# Without jitter, whose own search for tensors recurses.
+# Jitter is off, because its own search for tensors recurses.
 @ranks(2, env={**POISON, "FSDPC_TEST_JITTER": ""})
 @both_ways
 def test_containers_that_hold_themselves(rank, world, use_orig_params):

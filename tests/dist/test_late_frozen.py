@@ -1,4 +1,6 @@
-"""Late reads of frozen parameters: a unit is released when no node of its graph can run."""
+"""Tests of frozen parameters that backward reads late:
+a unit is released only when no node of its graph can run any more.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_frozen_linear_beside_low_rank_ones(rank, world, strategy, use_orig_para
 
 
 class Cross(nn.Module):
-    """Frozen attention-like mixing of an input that every block gets, and a trainable adapter."""
+    """A module with a trainable adapter and two frozen layers. The frozen layers mix ``x`` with
+    ``memory``, roughly as cross-attention does. Every block gets the same ``memory``.
+    """
 
     def __init__(self):
         super().__init__()
@@ -80,12 +84,14 @@ def test_a_frozen_unit_with_an_input_that_all_units_share(rank, world, use_orig_
         Cross,
         use_orig_params=use_orig_params,
     )
-    # The gradient of the shared input comes last of all: no unit may wait for it.
+    # The gradient of the shared input is the last one to be complete: no unit may wait for it.
     assert fsdpc.memory_stats(model)["spare_count"] == 0
 
 
 class Nested(nn.Module):
-    """A unit with frozen parameters around a trainable unit, which comes before them."""
+    """A unit with frozen parameters that contains a trainable unit,
+    which runs before the frozen parameters.
+    """
 
     def __init__(self, rank):
         super().__init__()
@@ -117,7 +123,7 @@ def test_frozen_parameters_around_a_nested_unit(rank, world, strategy, use_orig_
 
 
 class Passing(nn.Module):
-    """A frozen module that takes several inputs and hands one of them through."""
+    """A frozen module that takes several inputs and returns one of them unchanged."""
 
     def __init__(self):
         super().__init__()
@@ -163,7 +169,7 @@ def test_frozen_parameters_under_checkpointing(rank, world, kind, use_orig_param
 
 
 class Detached(nn.Module):
-    """A trainable module; one use of its weight makes no gradient."""
+    """A trainable module whose weight is also used detached, so that this use gives no gradient."""
 
     def __init__(self):
         super().__init__()

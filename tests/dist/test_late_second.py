@@ -1,4 +1,6 @@
-"""Second backwards: values that they read are there, or the backward is refused."""
+"""Tests of second backwards: either the values that a second backward reads are gathered,
+or the backward is refused.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ import fsdpc
 
 
 def penalty(model, x):
-    """The gradient penalty of WGAN-GP beside two ordinary terms."""
+    """Return the loss of WGAN-GP: the gradient penalty and two ordinary terms."""
     real, fake = model(x).mean(), model(x + 1).mean()
     between = (x + 0.5).requires_grad_()
     (grad,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
@@ -47,7 +49,9 @@ def test_gradient_penalty(rank, world, strategy, use_orig_params, collectives):
 
 
 class Force(nn.Module):
-    """Returns an energy and its gradient by the positions, as interatomic potentials do."""
+    """A model that returns an energy and its gradient with respect to the positions,
+    like an interatomic potential.
+    """
 
     def __init__(self):
         super().__init__()
@@ -75,7 +79,7 @@ def test_autograd_grad_inside_forward(rank, world, use_orig_params, collectives)
 
 
 class Pushed(nn.Module):
-    """A model that moves hidden values along a gradient of them."""
+    """A module that moves hidden values along the gradient of an energy."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +104,9 @@ class PushedSometimes(nn.Module):
 @ranks(2, 3, env=POISON)
 @pytest.mark.parametrize("in_place", [True, False])
 def test_autograd_grad_inside_the_forward_of_some_ranks(rank, world, in_place):
-    """Ranks that skip autograd.grad see no end of its backward: they go on to other collectives."""
+    """Some ranks call autograd.grad, which runs a backward of its own. The other ranks run no such
+    backward and go on to later collectives.
+    """
 
     def batch_of(step):
         x = batch(rank, step)
@@ -126,7 +132,7 @@ def test_a_second_backward_after_another_pass_is_refused(rank, world):
     model = wrap_blocks("fsdpc", smooth_stack(), Smooth)
     x = batch(rank, 0).requires_grad_()
     (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    model(batch(rank, 1))  # releases what the second backward needs
+    model(batch(rank, 1))  # releases the parameters that the second backward needs
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         grad.pow(2).sum().backward()
     for p in model.parameters():
@@ -152,7 +158,7 @@ def test_a_graph_from_before_the_optimizer_step_is_refused(rank, world, use_orig
 
 @ranks(2, env=POISON)
 def test_a_step_of_one_part_leaves_the_graph_of_another(rank, world):
-    """Two heads in one unit, each with its optimizer and loss."""
+    """Two heads are one unit, and each head has its own optimizer and loss."""
 
     class Heads(nn.Module):
         def __init__(self):

@@ -1,6 +1,6 @@
-"""Frozen 4-bit codes beside trained adapters: bitsandbytes' ``Params4bit`` and ``Linear4bit``, here
-classes with the same attributes (``clients/test_low_bit.py`` has the library), and fsdpc's own
-(``fsdpc.lowbit``).
+"""Tests of frozen 4-bit codes beside trained adapters. The codes are those of bitsandbytes or
+fsdpc's own (``fsdpc.lowbit``). Classes with the same attributes stand for bitsandbytes'
+``Params4bit`` and ``Linear4bit``; ``clients/test_low_bit.py`` uses the library itself.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def batch(rank, step):
 
 
 def train(model, of, steps=2):
-    """Trains on a batch of each rank in ``of``; returns the losses of the last of these ranks."""
+    """Train on the batches of the ranks in ``of``. Return the losses of the last rank in ``of``."""
     optimizer, seen = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1), []
     for step in range(steps):
         for rank in of:
@@ -130,7 +130,7 @@ def low_precision(door):
 
 
 def base(state):
-    """The codes and scales of a state dict, as bytes."""
+    """Return the codes and scales of a state dict, as bytes."""
     named = {k: v for k, v in state.items() if ".base." in k}
     whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in named.items()}
     return {k: bytes(v.contiguous().view(-1).view(torch.uint8).tolist()) for k, v in whole.items()}
@@ -139,7 +139,9 @@ def base(state):
 @ranks(2, 3)
 @every_door
 def test_trains_as_unsharded(rank, world, door):
-    """In any storage dtype; under mixed precision without a cast of the codes."""
+    """Training equals that of the unsharded model for any storage dtype of the codes. Mixed
+    precision does not cast the codes.
+    """
     expected = train(Model(), [r for r in range(world) if r != rank] + [rank])
     low = []
     for storage in (torch.uint8, torch.float16, torch.float32):
@@ -225,7 +227,7 @@ def test_refusals(rank, world, door):
 
 
 class Around(torch.Tensor):
-    """A tensor whose memory is that of another one."""
+    """A tensor subclass whose memory is that of an inner tensor."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -255,7 +257,7 @@ def test_classes_around_tensors_are_refused_by_name(rank, world, door):
 
 
 def plain(seed=0, width=WIDTH):
-    """A frozen base of torch's layers, and adapters."""
+    """Return a model whose frozen base consists of torch's layers, beside trainable adapters."""
     model = Model(None, seed, width)
     for block in model.blocks:
         block.base.requires_grad_(False)
@@ -269,7 +271,9 @@ def own(seed=0):
 @ranks(1, 2, 3)
 @every_door
 def test_own_codes_train_as_unsharded(rank, world, door):
-    """The first loss is equal to the bit, others up to sums over ranks; codes are as unsharded."""
+    """The first loss equals that of unsharded training to the bit, and later losses up to the
+    rounding of sums over ranks. The codes equal those of the unsharded model.
+    """
     unsharded = own()
     with torch.no_grad():
         first = unsharded(batch(rank, 0)).square().mean().item()
@@ -287,7 +291,9 @@ def test_own_codes_train_as_unsharded(rank, world, door):
 @ranks(2)
 @every_door
 def test_own_codes_are_saved_and_loaded(rank, world, door, tmp_path):
-    """They are saved as codes, with no second rounding; values are quantised as files are read."""
+    """Codes are saved as codes, without a second rounding.
+    Values in files are quantized while the files are read.
+    """
     model, codes = by_door(door, own()), base(own().state_dict())
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert base(whole) == codes
@@ -325,7 +331,9 @@ def test_own_codes_are_saved_and_loaded(rank, world, door, tmp_path):
 
 
 class Uneven(nn.Module):
-    """Rows that ranks cut in the middle, a tied weight, and rows longer than a part of a save."""
+    """A model with rows that boundaries of shards cut, a tied weight,
+    and rows that are longer than one part of a save.
+    """
 
     def __init__(self, dtype):
         super().__init__()
@@ -350,7 +358,9 @@ def stored(folder):
 @ranks(1, 2, 3)
 @every_door
 def test_own_codes_are_saved_as_values(rank, world, door, tmp_path, monkeypatch):
-    """``save`` and ``convert`` write what a layer decodes, in any dtype, in many parts."""
+    """``save`` and ``convert`` write the values that a layer decodes from its codes,
+    in any dtype and in many parts.
+    """
     monkeypatch.setattr(write, "_COMPUTED_BYTES", 512)
     for dtype, cast in ((torch.float32, None), (LOW, None), (LOW, torch.float64)):
         model, name = by_door(door, uneven(dtype)), f"{dtype}{cast}"
@@ -445,7 +455,7 @@ def test_own_codes_refusals(rank, world, door):
     for call in (lowbit.quantize, lowbit.dequantize):
         with pytest.raises(TypeError, match=f"lowbit.{call.__name__} before the model is sharded"):
             call(model)
-    wide = lowbit.quantize(plain(width=32))  # codes have the shape of values
+    wide = lowbit.quantize(plain(width=32))  # at width 32, codes have the shape of the values
     expected = base(wide.state_dict())
     state = dict(plain(1, 32).named_parameters())
     wide.load_state_dict(state)
@@ -475,7 +485,9 @@ def test_own_codes_refusals(rank, world, door):
 @pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 @ranks(1, env=env.environment())
 def test_kernels_code_rows_as_the_processor_does(rank, world):
-    """On the simulated GPU; some codes do not begin at a multiple of 16 bytes."""
+    """Kernels on the simulated GPU give the codes that the CPU gives,
+    also if codes do not begin at a multiple of 16 bytes.
+    """
     assert kernel_ordinal(torch.empty(1)) == 0
     for width in (64, 70, 3):
         for dtype in (torch.float32, LOW):
@@ -495,7 +507,9 @@ def test_kernels_code_rows_as_the_processor_does(rank, world):
 @pytest.mark.parametrize("width", [64, 70, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 def test_own_layers_compute_with_decoded_weights(width, dtype, monkeypatch):
-    """They compute as torch's layers with the decoded weights do, as a whole or in parts."""
+    """Quantized layers compute what torch's layers compute with the decoded weights, whether
+    weights are decoded as a whole or in parts.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, width), nn.Linear(width, 7)).to(dtype)
     lowbit.quantize(model, embeddings=True)
@@ -531,7 +545,9 @@ def test_own_layers_compute_with_decoded_weights(width, dtype, monkeypatch):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_an_input_that_was_cast_to_the_dtype_of_codes_is_refused(autocast):
-    """T5 casts so before ``wo``; autocast used to turn the bytes into numbers again."""
+    """As in T5, the block casts the input of ``wo`` to the dtype of the weight. In an earlier
+    version, autocast cast the resulting bytes back to numbers.
+    """
 
     class Block(nn.Module):
         def __init__(self):
@@ -551,7 +567,9 @@ def test_an_input_that_was_cast_to_the_dtype_of_codes_is_refused(autocast):
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_encoders_of_torch_evaluate_by_their_layers(mask):
-    """Not by torch's fused kernel, which would take codes for values and needs padding removed."""
+    """An encoder with quantized layers does not use torch's fused kernel, which would read codes as
+    values and needs inputs without padding.
+    """
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
     model = lowbit.quantize(nn.TransformerEncoder(layer, 2)).eval()

@@ -1,7 +1,8 @@
-"""Memory: what the engine reports is what the layout says, and it does not grow.
+"""Tests of memory: the bytes that the engine reports are those of the layout, and they do not grow.
 
-PSS (a process's part of shared pages) summed over the ranks is what the host really pays: gathered
-weights must be in it once, not once per rank.
+PSS (proportional set size) divides each shared page among the processes that map it. The sum of PSS
+over the ranks is the memory that the host really uses: gathered weights must be in this sum once,
+not once per rank.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ BASE_SLOTS = 2  # gather slots per nesting level
 
 
 def pss():
-    """Bytes of this process, shared pages divided by the number of processes that map them.
+    """Return the bytes of this process, where each shared page is divided by
+    the number of processes that map it.
 
-    Without pages of files: other processes that map the same libraries come and go.
+    Pages of files are left out, because other processes that map the same libraries come and go.
     """
     with open("/proc/self/smaps_rollup") as file:
         rows = dict(line.split()[:2] for line in file if line.startswith("Pss_"))
@@ -45,7 +47,7 @@ def pss_of_all_ranks():
 
 
 def layouts(model, world, precision):
-    """The layout function's figures for each unit, from shapes and options alone."""
+    """Return the layout function's figures for each unit, computed from shapes and options."""
     result = []
     for unit in model._tree.units:
         specs = []
@@ -110,13 +112,14 @@ def test_nothing_grows_from_step_3_to_step_50(rank, world, no_sync):
     assert all(figure == figures[0] for figure in figures), [f for f in figures if f != figures[0]][
         :2
     ]
-    # The least of several sizes: the interpreter and the collector only add for a moment.
+    # Compare the smallest of several sizes, because the interpreter and the garbage collector add
+    # memory only for a moment.
     grown = (min(sizes[-4:]) - min(sizes[1:5])) / MIB
     assert grown < 4, f"grew by {grown:.2f} MiB in 25 steps"
 
 
 class Large(nn.Module):
-    """One weight of 64 MiB that costs no time to use."""
+    """A module with a weight of 64 MiB and a forward that takes almost no time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +131,7 @@ class Large(nn.Module):
 
 @ranks(2)
 def test_ranks_that_drift_apart_inside_no_sync_need_no_spare_memory(rank, world):
-    """A rank that is a pass ahead must not take the slots of those behind it."""
+    """A rank that is one pass ahead must not take the slots of the ranks behind it."""
     model = wrap_blocks("fsdpc", toy(blocks=4), use_orig_params=True)
     for step in range(4):
         for micro in range(3):
@@ -170,7 +173,9 @@ def test_a_dropped_model_gives_its_memory_back(rank, world):
 
 @ranks(1)
 def test_a_rank_alone_frees_low_precision_copies(rank, world):
-    """torch calls it NO_SHARD; the user still chooses whether low precision copies stay."""
+    """torch uses NO_SHARD for a single rank, but the user's strategy still decides whether
+    low-precision copies stay after forward.
+    """
     slots = {}
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
         model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])

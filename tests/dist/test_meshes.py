@@ -1,5 +1,5 @@
-"""fully_shard on several meshes: hooks that sum over replicas, replicated modules, units and
-parameters with a mesh of their own.
+"""Tests of fully_shard on several meshes: hooks that sum over replicas, replicated modules, and
+units and parameters that have different meshes.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def assert_equal(model: nn.Module, reference: nn.Module, what: str = "") -> None
 @ranks(4)
 @pytest.mark.parametrize("kind", ["flat", "replicas", "waiting"])
 def test_an_all_reduce_hook_sums_over_replicas(rank, world, kind):
-    """torchft does this: shards of two ranks, and a hook that averages over the two groups. With
-    replicas of the engine's own the hook comes after the sum over them.
+    """As in torchft, parameters are sharded over two ranks, and a hook averages gradients over the
+    two groups. If the mesh has replicas, the hook runs after the engine's own sum over the
+    replicas.
     """
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
@@ -78,7 +79,7 @@ def test_an_all_reduce_hook_sums_over_replicas(rank, world, kind):
         if kind == "waiting":
             model.set_requires_gradient_sync(False)
             loss_of(model, batch).div(2).backward()
-            assert len(seen) == 3 * number  # three units, and none without a sum
+            assert len(seen) == 3 * number  # no call in a backward that does not sum
             model.set_requires_gradient_sync(True)
             loss_of(model, batch).div(2).backward()
         else:
@@ -96,7 +97,9 @@ def test_an_all_reduce_hook_sums_over_replicas(rank, world, kind):
 
 @ranks(2)
 def test_units_that_wait_for_their_sum_beside_all_reduce_hooks(rank, world):
-    """The hook changes nothing; some units sum in the first backward, the others in the second."""
+    """A hook that does nothing changes no gradient, even if some units sum in the first backward
+    and the others in the second.
+    """
     grads = []
     for hook in (None, lambda grads: None):
         model = shard_blocks(toy())
@@ -128,7 +131,7 @@ def test_torchs_replicate_around_units_and_inside_one(rank, world, outer, home):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(2):
         for block in model.blocks if outer else ():
-            block.unshard(async_op=True)  # also right after an optimizer's step
+            block.unshard(async_op=True)  # unshard() also works right after an optimizer's step
         loss_of(model, tokens(rank, number)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -139,8 +142,8 @@ def test_torchs_replicate_around_units_and_inside_one(rank, world, outer, home):
 
 
 class Experts(nn.Module):
-    """Four experts that all see each token, weighted. ``ep``: the mesh over which the experts are
-    distributed, whose ranks exchange tokens and results.
+    """Four experts that all compute every token; their outputs are weighted. ``ep`` is the mesh
+    over which the experts are distributed; its ranks exchange tokens and results.
     """
 
     def __init__(self) -> None:
@@ -188,7 +191,10 @@ def mixtures() -> nn.Sequential:
 
 
 def clipped_steps(model: nn.Module, optimizer: Any, ranks: list[int], numbers: Any) -> float:
-    """Steps on the mean loss of the ranks' batches. Returns the last norm."""
+    """Run steps on the mean loss of the batches of `ranks`, with clipping.
+
+    Returns the norm of the gradients in the last step.
+    """
     for number in numbers:
         for rank in ranks:
             torch.manual_seed(10 * number + rank)
@@ -200,7 +206,9 @@ def clipped_steps(model: nn.Module, optimizer: Any, ranks: list[int], numbers: A
 
 
 def one_mesh_per_parameter() -> nn.Module:
-    """Experts on two replicas of two shards, the rest on four shards: one unit, two meshes."""
+    """Return a model with units whose parameters are on two meshes: experts on two replicas of two
+    shards, the other parameters on four shards.
+    """
     common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
     if not hasattr(common, "ShardPlacementResult"):
         pytest.skip("torch 2.13 has ShardPlacementResult")
@@ -220,7 +228,9 @@ def one_mesh_per_parameter() -> nn.Module:
 
 
 def expert_parallel() -> nn.Module:
-    """Experts distributed over two ranks and sharded over the two others; the rest on four."""
+    """Return a model whose experts are distributed over two ranks and sharded over two; the other
+    parameters are sharded over four ranks.
+    """
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "ep"))
     model = mixtures()
     for block in model[1:3]:
@@ -256,8 +266,8 @@ def test_train_clip_save_and_load_on_several_meshes(rank, world, make):
 
 
 def beside_tensor_parallelism(shape: tuple[int, ...]) -> nn.Module:
-    """Tensor parallelism cuts the experts, the rest is plain: all ranks of the last dimension hold
-    the same shards of that rest.
+    """Return a model whose experts are split by tensor parallelism. All ranks of the mesh's last
+    dimension hold the same shards of the other parameters.
     """
     names = ("replica", "shard", "tp")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -273,7 +283,9 @@ def beside_tensor_parallelism(shape: tuple[int, ...]) -> nn.Module:
 
 
 def groups_of_two() -> nn.Module:
-    """Two groups of two ranks; each group holds all of the model."""
+    """Return a model that is sharded over each of two groups of two ranks,
+    so that each group holds the whole model.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "same"))
     return fsdpc.FullyShardedDataParallel(mixtures(), process_group=mesh.get_group("shard"))
 
@@ -281,8 +293,9 @@ def groups_of_two() -> nn.Module:
 @pytest.mark.long
 @ranks(4)
 def test_save_and_load_what_groups_of_ranks_hold_alike(rank, world):
-    """A checkpoint has the values once, and each group reads them: with any number of replicas, in
-    both interfaces, also for a model that no tensor parallelism cuts.
+    """A checkpoint contains the values of all groups only once, and each group reads them. This
+    holds for any number of replicas, in both interfaces, and for a model without tensor
+    parallelism.
     """
     warnings.simplefilter("ignore")
     makers = [
@@ -365,7 +378,7 @@ def test_several_dimensions_in_dp_mesh_dims(rank, world, names):
 
 
 class Ring(torch.autograd.Function):
-    """torch's ring attention over the ranks of a group, on the processor's kernel."""
+    """torch's ring attention over the ranks of a group, with the kernel for CPUs."""
 
     @staticmethod
     def forward(ctx, query, key, value, group):
@@ -404,7 +417,9 @@ class Attention(nn.Module):
 
 @ranks(4)
 def test_ring_attention_on_a_flattened_mesh(rank, world):
-    """The two ranks of a pair hold halves of its sequences; units are sharded over both pairs."""
+    """Each of the two ranks of a pair has one half of every sequence of the pair. Units are sharded
+    over both pairs.
+    """
     warnings.simplefilter("ignore")
     pytest.importorskip(RING)._cp_options.enable_load_balance = False
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -434,7 +449,7 @@ def test_ring_attention_on_a_flattened_mesh(rank, world):
 
 
 def destroy_group() -> str:
-    """Destroys the process group; returns the path of a file for the next group."""
+    """Destroy the process group; return the path of a file for the next group."""
     path = [tempfile.mktemp()]
     dist.broadcast_object_list(path)
     dist.destroy_process_group()
@@ -444,9 +459,10 @@ def destroy_group() -> str:
 @ranks(2, alone=True)
 @pytest.mark.parametrize("beside_gpus", [False, True])
 def test_units_share_a_mesh_that_keeps_no_group(rank, world, beside_gpus, monkeypatch):
-    """On a machine with GPUs a mesh of processors has a group of its own, which is made once.
+    """On a machine with GPUs, a mesh of CPUs has its own process group, which is made once.
 
-    torch's caches of DTensor's operations keep meshes, so that none runs before the group is gone.
+    torch's caches of DTensor operations keep meshes alive, so no such operation runs before the
+    group is destroyed.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: beside_gpus)
     mesh = default_mesh()
@@ -454,7 +470,7 @@ def test_units_share_a_mesh_that_keeps_no_group(rank, world, beside_gpus, monkey
     assert (mesh.get_group() is dist.group.WORLD) is not beside_gpus
     group, seen = weakref.ref(dist.group.WORLD), weakref.ref(mesh)
     del mesh
-    assert (seen() is not None) is beside_gpus  # made by all ranks together: it is kept
+    assert (seen() is not None) is beside_gpus  # a mesh that all ranks made together is kept
     path = destroy_group()
     assert group() is None and seen() is None
     dist.init_process_group("gloo", f"file://{path}", rank=rank, world_size=world)
@@ -465,7 +481,9 @@ def test_units_share_a_mesh_that_keeps_no_group(rank, world, beside_gpus, monkey
 
 @ranks(2, alone=True)
 def test_a_destroyed_group_does_not_count(rank, world):
-    """Even if the program keeps the group and its models: torch's caches keep groups, too."""
+    """fsdpc ignores a destroyed group even if the program still keeps the group and its models.
+    torch's caches keep groups too.
+    """
     kept = dist.group.WORLD, shard_blocks(toy())
     path = destroy_group()
     dist.init_process_group("gloo", f"file://{path}", rank=rank, world_size=world)

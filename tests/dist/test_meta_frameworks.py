@@ -1,4 +1,6 @@
-"""Models on the meta device as frameworks make them, values from rank 0, buffers, ignored parts."""
+"""Tests of models on the meta device as frameworks make them, of values from rank 0,
+and of buffers and ignored parts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ STRATEGIES = pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3], ids
 
 
 class Cached(nn.Module):
-    """Buffers that no state dict holds, as in a rotary embedding, and a scale without a reset."""
+    """A module with two buffers and a scale. One buffer is in no state dict, as in a rotary
+    embedding. No reset_parameters() sets the scale.
+    """
 
     def __init__(self, width=6):
         super().__init__()
@@ -42,7 +46,7 @@ class Cached(nn.Module):
 
 
 class Model(Toy):
-    """A toy with a BatchNorm, a module of buffers, and tied weights."""
+    """A toy with a BatchNorm, a module that has buffers, and tied weights."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +74,9 @@ def real(seed=0):
 
 @contextlib.contextmanager
 def parameters_on_meta():
-    """What accelerate's init_empty_weights does: parameters lose their memory as they register."""
+    """Move each parameter to the meta device when it is registered,
+    as accelerate's init_empty_weights does.
+    """
     register = nn.Module.register_parameter
 
     def on_meta(module, name, param):
@@ -89,7 +95,7 @@ def on_meta(how, kind=Model):
     with torch.device("meta") if how == "device" else parameters_on_meta():
         model = kind()
     if how != "device" and kind is Model:
-        model.head.weight = model.embed.weight  # tie_weights() does this afterwards
+        model.head.weight = model.embed.weight  # frameworks call tie_weights() for this
     return model
 
 
@@ -115,7 +121,9 @@ def check_state(model, expected):
 @pytest.mark.parametrize("how", ["device", "parameters"])
 @pytest.mark.parametrize("init", [None, own_only, all_below], ids=["none", "own", "all"])
 def test_values_and_buffers_from_rank_0(rank, world, use_orig_params, strategy, how, init):
-    """One rank has the model, the others have its shape: cpu_ram_efficient_loading."""
+    """As with cpu_ram_efficient_loading, only rank 0 has values;
+    the other ranks have a model on the meta device.
+    """
     model = real() if rank == 0 else on_meta(how)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -159,7 +167,9 @@ def test_blocks_wrapped_one_by_one(rank, world, use_orig_params):
 @BOTH
 @pytest.mark.parametrize("init", [False, True])
 def test_reset_parameters_of_every_module(rank, world, engine, use_orig_params, init):
-    """By default, and by a function like torchtune's and Lightning's: equal values on all ranks."""
+    """Values are equal on all ranks, both by default and with a function
+    like those of torchtune and Lightning.
+    """
 
     def materialise(module):
         module.to_empty(device="cpu", recurse=False)
@@ -252,7 +262,7 @@ def test_a_module_of_buffers_alone(rank, world, engine):
 @ranks(2)
 @BOTH
 def test_ignored_parts_stay_whole_and_plain(rank, world, engine, use_orig_params):
-    """Ignored parameters stay as they were, in memory and identity; their gradients are local."""
+    """Ignored parameters keep their memory and their identity, and their gradients are local."""
     for spelling in ("modules", "module states", "params"):
         model = toy()
         up, head = model.blocks[0].up, model.head

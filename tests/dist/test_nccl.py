@@ -1,4 +1,6 @@
-"""Communicators of GPUs, on simulated ones: values, errors, deaths, and the end of a process."""
+"""Tests of communicators of GPUs, on simulated GPUs: values, errors, ranks that die,
+and the end of a process.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from fsdpc._comm import nccl as _nccl
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 GPU = env.environment()
 LAST = r"gather of unit layers.2 \(collective \d+\)"
-LARGE = 200_000  # numbers of each rank: so many go over the GPU, few over the host's channel
+LARGE = 200_000  # elements per rank: too many for the host's channel, so NCCL sends them
 
 
 def ids_of_rank_0(rank: int) -> tuple[bytes, bytes]:
@@ -77,7 +79,7 @@ def test_host_arrays_travel_with_or_without_a_channel(rank, world, channel):
     assert not sent or (channel and all(fits for fits, _ in sent) and sent[-1][1] == "the end")
     assert bool(sent) == channel
     comm.agree("same" * 1000)
-    assert not channel or pieces[-1] == 16  # a digest and a length; texts travel where they differ
+    assert not channel or pieces[-1] == 16  # equal texts: only a digest and a length are sent
     if world > 1:
         with pytest.raises(_C.MismatchError, match="line 2.*'b 0'.*'b 1'|b 0.*b 1"):
             comm.agree(f"a\nb {rank}", what="units")
@@ -207,7 +209,7 @@ def test_keys_of_earlier_rounds_are_deleted(rank, world):
     channel = next(w.channel for w in _nccl._own() if w.channel.name in names)
     number = channel._round - 1
     assert number >= 4
-    comm.barrier()  # after it all ranks have deleted the round before the last one
+    comm.barrier()  # after this, all ranks have deleted their keys of round number - 1
     assert not channel._store.check([f"{number - 1}/0"])
     assert channel._store.check([f"{number + 1}/0"])
 
@@ -305,7 +307,7 @@ def test_a_rank_that_is_killed(numel):
         seconds, text = outcomes[rank].value
         assert seconds < 20  # far below the deadline of 30 s
         assert "rank 1 (process" in text and "died" in text
-        # where this rank was: it may have heard of the death before its gather
+        # The error says where this rank was; it may have noticed the death before its gather.
         assert "gather of unit layers.3" in text or "after 0 collectives" in text
 
 
@@ -340,7 +342,7 @@ def test_a_deadline_says_where_the_other_ranks_are(rank, world, hosts):
     comm = connect()
     comm.all_gather(torch.zeros(world), "gather of unit layers.2")
     comm.barrier()
-    if rank == 2:  # this rank's watching thread answers, whatever the program does
+    if rank == 2:  # joins no second gather; its watching thread answers the other ranks
         dist.barrier()
         seconds, where = _C.nccl_stall(comm)
         assert seconds == 0.0 and re.fullmatch(f"in none of its collectives, after {LAST}", where)
@@ -482,15 +484,16 @@ def test_processes_end_without_hanging(tmp_path):
         assert said.startswith(f"{how} {expected}"), done
         codes = [f"ended {how} 0 0", f"ended {how} 1 {int(how == 'raise')}"]
         assert set(codes) <= set(lines), done
-    assert time.monotonic() - began < 300  # the deadline did not have to speak
+    assert time.monotonic() - began < 300  # no rank had to wait until the deadline
 
 
 # --- registered memory, and the dtype of the wire ------------------------------------------------
 
 
 def trained(rank: int, world: int, **mixed: Any) -> tuple[str, set[float], int]:
-    """The precision line, the sums of gradients that this rank has (each rank adds 1, but rank 0
-    adds 256), and how many collectives used windows."""
+    """Return the precision line, the set of this rank's sums of gradients (each rank adds 1, but
+    rank 0 adds 256), and the number of collectives that used windows.
+    """
     model = fsdpc.FullyShardedDataParallel(
         torch.nn.Linear(64 * world, 1, bias=False), mixed_precision=fsdpc.MixedPrecision(**mixed)
     )
@@ -500,7 +503,7 @@ def trained(rank: int, world: int, **mixed: Any) -> tuple[str, set[float], int]:
     return model.precision_line, set((grad * world).tolist()), simgpu.nccl_count()["windowed"]
 
 
-@ranks(4, env={**GPU, "FSDPC_POISON": "0"}, alone=True)  # poison: one gather more
+@ranks(4, env={**GPU, "FSDPC_POISON": "0"}, alone=True)  # FSDPC_POISON adds a gather
 def test_windows_sum_narrow_gradients_in_fp32(rank, world):
     assert connect().symmetric
     line, sums, windowed = trained(rank, world, param_dtype=torch.bfloat16)
@@ -517,7 +520,7 @@ def test_without_windows_what_nobody_asked_to_be_narrow_travels_wide(rank, world
     assert (sums, windowed) == ({259.0}, 0)
     line, sums, _ = trained(rank, world, param_dtype=narrow, reduce_dtype=narrow)
     assert "reduce bf16 (rounded at each rank, as reduce_dtype asks) |" in line, line
-    assert sums == {[260.0, 260.0, 256.0, 256.0][rank]}  # in the order of the ring
+    assert sums == {[260.0, 260.0, 256.0, 256.0][rank]}  # rounded at each rank, in ring order
 
 
 @ranks(2, env={**GPU, "FSDPC_NCCL_REGISTER": "0"}, alone=True)
@@ -538,7 +541,8 @@ def test_a_window_that_spoils_nccl_is_done_without(rank, world):
 
 @ranks(2, env=GPU, alone=True)
 def test_a_window_of_the_second_communicator_that_fails_on_one_rank(rank, world):
-    simgpu.plant_nccl("WINDOW_FAILS", 1, k=2, value=1)  # of gathers and of reductions
+    # There are two communicators, one of gathers and one of reductions.
+    simgpu.plant_nccl("WINDOW_FAILS", 1, k=2, value=1)
     assert not connect().symmetric
     assert simgpu.nccl_count()["misuses"] == 0
 

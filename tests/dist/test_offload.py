@@ -1,4 +1,6 @@
-"""CPUOffload(offload_params=True) on a GPU, here a simulated one: everything as without it."""
+"""Tests of CPUOffload(offload_params=True) on a simulated GPU: results match those without
+offload.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
 def pair(engine, **options):
-    """A plain model and the same model offloaded."""
+    """Return two equal models, of which the second is offloaded, and their optimizers."""
     models = [
         wrap_blocks(engine, toy(), cpu_offload=offload, **options) for offload in (None, OFFLOAD)
     ]
@@ -107,7 +109,9 @@ def test_evaluation_and_loading(rank, world, engine):
 
 @ranks(2, env=GPU)
 def test_optimizers_of_whole_matrices(rank, world):
-    """Offloaded shards step in host memory, to one process's bits; states alone are refused."""
+    """The optimizers step offloaded shards in host memory, and results equal those of one process
+    to the bit. If only the optimizer states would be offloaded, the optimizers raise an error.
+    """
     from test_optim_muon import OPTIONS, STEPS, Model, train
     from test_optim_whole import EVERY, alone, equal, make
 
@@ -126,7 +130,9 @@ def test_optimizers_of_whole_matrices(rank, world):
 
 @ranks(2, env=GPU)
 def test_part_of_the_units_stays_on_the_device(rank, world, engine):
-    """One optimizer steps both kinds of units: their choice decides how much state the GPU has."""
+    """One optimizer steps offloaded units and units on the device; which units are offloaded
+    decides how much optimizer state is on the GPU.
+    """
     models = []
     for offloaded in ((), (0, 1)):
         model = toy(blocks=4)
@@ -161,7 +167,9 @@ def test_replicas(rank, world, engine):
 
 
 class Watched(optim.AdamW):
-    """Tells the simulator what the processor touches in each step; notes what the GPU had done."""
+    """An AdamW that tells the simulator which memory the CPU reads and writes in each step, and
+    records how many bytes the GPU had written before each step.
+    """
 
     done: list[int]
 
@@ -200,23 +208,26 @@ def train_in_backward(rank, policy, planted=False):
 
 
 def wait_no_more():
-    """From now on the host believes that all GPU work is done."""
+    """Make the host believe from now on that all GPU work is done."""
     for k in range(1, 64):
         simgpu.skip("cuEventQuery", k)
 
 
 @ranks(1, 2, env=GPU | {"FSDPC_POISON": "0"})
 def test_steps_in_backward_unit_by_unit(rank, world):
-    """Each unit waits for its own sum alone: the GPU goes on with others while it is stepped."""
+    """The step of a unit waits only for the sum of that unit;
+    meanwhile the GPU goes on with the sums of other units.
+    """
     for policy in ("lazy", "eager", "random:1"):
         plain, model, inside, waits = train_in_backward(rank, policy)
         check_equal(full_parameters(model), full_parameters(plain), policy, rtol=0)
         assert all(p.grad is None for p in model.parameters())
         units = len(model._tree.units)
         assert len(inside.done) == units
-        assert units <= waits[-1] <= 2 * units, waits  # a gradient and perhaps a master each
+        # Each unit waits for a gradient, and perhaps also for a master.
+        assert units <= waits[-1] <= 2 * units, waits
         if policy == "lazy" and world > 1:
-            assert len(set(inside.done)) > 1  # sums that no rank has needed yet come later
+            assert len(set(inside.done)) > 1  # the GPU works between the steps of units
     assert simgpu.take_reports() == []
 
 

@@ -1,5 +1,6 @@
-"""The calls around optimizer state dicts: older methods, optimizers with names, unmanaged
-parameters, state of unusual shapes, mistakes and what they cost in memory."""
+"""Tests of the calls around optimizer state dicts: older methods, optimizers with names, unmanaged
+parameters, state of unusual shapes, mistakes, and the memory that the calls need.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ def test_rekey(rank, world):
 @ranks(2)
 @both
 def test_named_optimizer(rank, world, use_orig_params):
-    from torch.distributed.optim.named_optimizer import _NamedOptimizer  # compiles for a while
+    from torch.distributed.optim.named_optimizer import _NamedOptimizer  # this import takes long
 
     fsdpc.install()  # the optimizer asks torch's class for the state of its module
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
@@ -141,7 +142,7 @@ def with_plain(rank, use_orig_params):
 def test_unmanaged_parameters(rank, world, use_orig_params):
     model = with_plain(rank, use_orig_params)
     run = Run(model, adam(model), None, None, rank)
-    batch = tokens(0, 0)  # the same batch on all ranks: nobody reduces unmanaged gradients
+    batch = tokens(0, 0)  # the same batch on all ranks, because no one reduces unmanaged gradients
     loss_of(model, batch).backward()
     run.optim.step()
     saved = save(run)
@@ -204,7 +205,7 @@ def test_parameters_without_state(rank, world, use_orig_params):
     if use_orig_params:
         check_dict(saved, run.expected())
         assert "spare" not in saved["state"]
-    else:  # a flat parameter has state for all that it covers
+    else:  # the flat parameter also has state for the unused `spare`
         assert not saved["state"]["spare"]["exp_avg"].any()
     torch.manual_seed(0)
     again = start(rank, Unused(), steps=0, use_orig_params=not use_orig_params)
@@ -219,7 +220,9 @@ def test_parameters_without_state(rank, world, use_orig_params):
 
 
 class Table(torch.optim.SGD):
-    """An optimizer with a table per parameter that has nothing to do with its shape, and a list."""
+    """An optimizer whose state of each parameter has a list and a table. The shape of the table
+    does not depend on the shape of the parameter.
+    """
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -230,7 +233,7 @@ class Table(torch.optim.SGD):
         return super().step(closure)
 
 
-@ranks(3)  # 2 ranks would share no parameter of these units
+@ranks(3)  # on 2 ranks, no parameter of these units would be on both ranks
 @both
 def test_state_of_its_own_shape_is_kept_where_ranks_agree(rank, world, use_orig_params):
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
@@ -265,7 +268,7 @@ def test_state_per_row(rank, world):
     rows = named(plain, optim)
     assert rows["state"]["head.weight"]["row_var"].shape == (13, 1)
     whole = factored(rank, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True)
-    load(whole, rows)  # this strategy cuts nothing
+    load(whole, rows)  # NO_SHARD splits no parameter
     check_dict(save(whole), rows)
     with pytest.raises(ValueError, match=r"row_var of .*weight.*range of elements"):
         load(factored(rank, use_orig_params=True), rows)
@@ -274,7 +277,7 @@ def test_state_per_row(rank, world):
         load(cut, rows)
     loss_of(cut.model, tokens(rank, 0)).backward()
     cut.optim.step()
-    saved = save(cut)  # on a shard Adafactor keeps states per element
+    saved = save(cut)  # on shards, Adafactor keeps states per element
     assert saved["state"]["head.weight"]["variance"].shape == (13, 6)
     again = factored(rank)
     load(again, saved)

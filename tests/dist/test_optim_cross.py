@@ -1,5 +1,6 @@
-"""Checkpoints of weights and Adam's moments that go from one kind of sharding to the next, on other
-numbers of ranks each time: equal to the bit at every hop."""
+"""Tests of checkpoints of weights and Adam's moments that go from one kind of sharding to the next,
+each time on another number of ranks: values stay equal to the bit.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def step(model: nn.Module, optim: Any, rank: int, number: int) -> None:
 
 
 def everything(model: nn.Module, optim: Any) -> dict[str, Any]:
-    """Weights and moments, whole, on every rank."""
+    """Return the whole weights and moments, on every rank."""
     weights, state = get_state_dict(model, optim, options=FULL)
     return copy.deepcopy({"weights": weights, "optim": state})
 
@@ -54,7 +55,9 @@ def check_everything(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def first(rank, world, kind, path):
-    """Trains, writes a checkpoint and returns what is in it, which an unsharded run must equal."""
+    """Train, write a checkpoint and return its contents, which must equal those of an
+    unsharded run.
+    """
     plain = toy()
     reference, model = Reference(plain), build(kind, copy.deepcopy(plain))
     optims = adam(model), adam(reference.master)
@@ -78,7 +81,7 @@ def write(path, model, optim):
 
 
 def hop(rank, world, kind, source, path):
-    """Reads one checkpoint, writes the next, returns what it holds."""
+    """Read one checkpoint, write the next one and return its contents."""
     model = build(kind, toy(seed=9))
     optim = adam(model)
     weights, state = get_state_dict(model, optim)
@@ -178,7 +181,7 @@ def test_get_and_set_optimizer_state_dict(rank, world, kind):
 
 
 def by_class(rank, world, kind, form, saved=None):
-    """Trains and saves with `saved` None, loads otherwise; with the class's own methods."""
+    """Train and save if `saved` is None, else load `saved`, by the methods of the model's class."""
     run = trained(rank, kind, steps=0 if saved else 2, seed=6 if saved else 0)
     kinds = [type(m) for m in run.model.modules() if hasattr(type(m), "optim_state_dict")]
     with kinds[0].state_dict_type(run.model, form):

@@ -1,5 +1,6 @@
-"""Optimizer state dicts in the FULL form: what the unsharded model's optimizer would have, and back
-into every other way to shard."""
+"""Tests of optimizer state dicts in the FULL form: they equal those of the unsharded model's
+optimizer, and load into models that are sharded in any other way.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_equal_to_the_unsharded_optimizers(rank, world, strategy, use_orig_param
         run.train()
 
 
-@ranks(2, env=WIRE)  # a sum of two has one order
+@ranks(2, env=WIRE)  # with 2 ranks, the order of ranks does not change a sum
 @both
 def test_over_torchs_collectives(rank, world, use_orig_params):
     run = start(rank, mixed(), use_orig_params=use_orig_params)
@@ -99,7 +100,9 @@ def saved_by(rank, world, policy, use_orig_params):
 
 
 def resumed(rank, world, policy, use_orig_params, parameters, optim):
-    """Loads and goes on as the first run did: each rank computes the batches of both old ranks."""
+    """Load and train on as the first run did:
+    each rank computes the batches of both ranks of the first run.
+    """
     model = wrap_blocks("fsdpc", mixed(seed=5), *policy, use_orig_params=use_orig_params)
     model.load_state_dict(parameters)
     run = Run(model, adam(model), None, None, rank)
@@ -151,7 +154,7 @@ def test_resumed_losses_are_the_uninterrupted_runs(rank, world, use_orig_params)
     again.steps = 2
     before = copy.deepcopy(saved)
     assert again.train(3) == expected
-    check_dict(saved, before)  # the optimizer has changed copies of its own
+    check_dict(saved, before)  # the optimizer has changed only its own copies
 
 
 @ranks(3)

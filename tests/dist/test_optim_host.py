@@ -1,6 +1,6 @@
-"""On the simulated GPU: optimizer states of a GPU's parameters in pinned host memory. Equal to the
-bit to states on the GPU, copies beside the steps, no host sync, and each wait that is left out is
-found.
+"""Tests on the simulated GPU of states in pinned host memory, for optimizers of parameters on a
+GPU. Results equal those with states on the GPU to the bit, copies run beside the steps, and no host
+synchronization is needed. When a test leaves out a wait, the simulator reports it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ from fsdpc.plan.sources.modules import units_of
 ON_GPU = env.environment() | {"FSDPC_TEST_WATCH": "0", "FSDPC_POISON": "0"}
 on_gpu = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 SHAPES = {"a": (100, 401), "b": (7,), "c": (64, 64), "d": (5,), "e": (50000,)}
-SMALL = 2 * 131072  # bytes of buffers: "a" and "e" take several chunks on each of two ranks
-# How many elements share a second moment: ranks and chunks cut these blocks.
+# The size in bytes of the buffers of states. It is so small that the states of "a" and "e" take
+# several chunks on each of two ranks.
+SMALL = 2 * 131072
+# For AdamMini: how many elements of a parameter share a second moment. The key is the size of the
+# parameter's last dimension. Boundaries of shards and chunks lie inside these blocks of elements.
 BLOCKS = {7: 1, 301: 903, 449: 1000}
 MINI = partial(optim.AdamMini, block=lambda name, shape: BLOCKS.get(shape[-1], shape[-1]))
 KINDS: dict[str, tuple[Any, torch.dtype]] = {
@@ -54,7 +57,8 @@ KINDS: dict[str, tuple[Any, torch.dtype]] = {
     "AdamW8bit": (optim.AdamW8bit, torch.float32),
     "AdamMini": (MINI, torch.float32),
 }
-# For states of few bytes: "c" takes several chunks; with 8 bits "a" and "d" keep float32 states.
+# Shapes for AdamW8bit and AdamMini, whose states have fewer bytes: the states of "c" still take
+# several chunks. AdamW8bit keeps float32 states for "a" and "d", which are small.
 LARGE = {"a": (3, 301), "b": (90, 67), "c": (300, 449), "d": (7,), "e": (5001,)}
 
 
@@ -95,7 +99,7 @@ def train(model: nn.Module, optimizer: Any, steps: range, **options: Any) -> Non
 
 
 def same(one: Any, other: Any) -> None:
-    """Checks for equal parameters and states."""
+    """Check that both optimizers have equal parameters and states."""
     for a, b in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
         found, wanted = (dict(leaves(each.state[p])) for each, p in ((one, a), (other, b)))
         assert torch.equal(local(a), local(b)) and found.keys() == wanted.keys()
@@ -153,7 +157,7 @@ def count_a_step(rank: int, world: int, name: str) -> dict[str, Any]:
     real = own._step_group
 
     def step_group(self: Any, *args: Any) -> None:
-        """Notes whether the next chunk has come already when this chunk is stepped."""
+        """Record whether the next chunk has arrived when this chunk is stepped."""
         if self is not optimizer:
             after = len(early) + 1
             early.append(after < chunks and has_come(store, after))
@@ -180,7 +184,7 @@ def count_a_step(rank: int, world: int, name: str) -> dict[str, Any]:
 
 
 def has_come(store: Any, number: int) -> bool:
-    """Whether a chunk's first state is in its buffer."""
+    """Return whether the first state of chunk ``number`` is in its buffer."""
     there, host, nbytes = next(iter(store.addresses(number % 2, store.chunks[number])))
     return ctypes.string_at(there, nbytes) == ctypes.string_at(host, nbytes)
 
@@ -188,7 +192,7 @@ def has_come(store: Any, number: int) -> bool:
 @on_gpu
 @pytest.mark.parametrize("name", ["AdamW", "AdamMini"])
 def test_counts(name: str):
-    """The next chunk is on its way while a chunk is stepped, and the step does not wait for it."""
+    """While a chunk is stepped, the next chunk is copied; the step does not wait for the copy."""
     found = run_ranks(count_a_step, 1, env=ON_GPU, name=name)[0]
     print(found)
     chunks, (came, went) = found["chunks"], found["lanes"]
@@ -222,9 +226,9 @@ def leave_out_each(rank: int, world: int, what: str) -> list[tuple[Any, list[str
     with Operators():
         for left_out in ("none", "none", "read", *range(1, 1000)):
             assert simgpu.drain()
-            optimizer.step()  # its copies are on their way when the next step begins
+            optimizer.step()  # the copies of this step still run when the next step begins
             if left_out == "read":
-                states = dict.values(optimizer.state)  # reads that the optimizer does not see
+                states = dict.values(optimizer.state)  # the optimizer does not see these reads
                 [values.sum() for values in tree_leaves(list(states)) if values.numel() > 1]
             elif left_out != "none":
                 simgpu.skip_wait(left_out)
@@ -253,8 +257,9 @@ def test_each_wait_that_is_left_out_is_found(what: str):
 @on_gpu
 @ranks(2, env=ON_GPU)
 def test_masters(rank: int, world: int):
-    """Equal to masters in a file for the same values and gradients: with elements that are set, a
-    skipped step, and states loaded from another place. The step reads nothing on the host.
+    """With the same values and gradients, steps equal those of an optimizer with masters in a file.
+    The test also sets elements of parameters, skips a step, and loads the states of the other
+    optimizer. The host reads no tensor in a step.
     """
     cases = [("AdamW", 0), ("AdamW", 0.5), ("AdamW", 1), ("SGD", 0.5), ("Lion", 1), ("SGD", 1)]
     for number, (name, ratio) in enumerate(cases):
@@ -271,7 +276,7 @@ def test_masters(rank: int, world: int):
                 model(step).backward()
                 for param, other in zip(params, others, strict=True):
                     other.grad = None if param.grad is None else local(param.grad).clone()
-                    if step == 2:  # what the user sets is kept, though there is a master
+                    if step == 2:  # values that the user sets are kept despite the master
                         with torch.no_grad():
                             local(param).view(-1)[:3].fill_(-0.0)
                             other.view(-1)[:3].fill_(-0.0)
@@ -299,8 +304,8 @@ def test_masters(rank: int, world: int):
 @on_gpu
 @ranks(2, env=ON_GPU)
 def test_masters_with_second_moments_of_blocks(rank: int, world: int):
-    """Equal to float32 parameters with the same gradients, also after a state dict, and after a
-    checkpoint.
+    """Masters equal float32 parameters that get the same gradients, also after loading a state dict
+    and after loading a checkpoint.
     """
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
@@ -345,7 +350,7 @@ def test_masters_with_second_moments_of_blocks(rank: int, world: int):
 
 
 def same_states(one: Any, other: Any) -> None:
-    """Checks states of sharded parameters against those of their copies in host memory."""
+    """Check that states of sharded parameters equal those of their copies in host memory."""
     states = zip(one.state.values(), other.state.values(), strict=True)
     for a, b in states:
         assert a.keys() == b.keys() and a["master"].dtype == torch.float32
@@ -363,7 +368,7 @@ def bits(value: torch.Tensor) -> torch.Tensor:
 @on_gpu
 @ranks(2, env=ON_GPU)
 def test_infinities_skip_a_step(rank: int, world: int):
-    """Also the first step, of which only the GPU knows that it did not happen."""
+    """The first step is skipped too, although only the GPU knows that it was skipped."""
     for name in ("AdamW", "SGD", "AdamW8bit", "AdamMini"):
         ends = []
         for offload in (None, optim.Host(1, SMALL)):
@@ -384,7 +389,9 @@ def test_infinities_skip_a_step(rank: int, world: int):
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "AdamMini"])
 @ranks(2, env=ON_GPU)
 def test_states_are_saved_and_loaded(rank: int, world: int, name: str):
-    """By state dicts, gathered state dicts and checkpoints, between all places that states have."""
+    """States go through state dicts, gathered state dicts and checkpoints,
+    between all places where states can be.
+    """
     FSDP = fsdpc.FullyShardedDataParallel
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
@@ -410,7 +417,7 @@ def test_states_are_saved_and_loaded(rank: int, world: int, name: str):
             optimizer = optimizers[number] if how == "checkpoint" else fresh(number)
             waits = finishes(optimizer)
             checkpoint.load(Path(folder[0]) / str((number + 1) % 3), model, optimizer)
-            if how == "checkpoint" and number == 1:  # its last step's copies were on their way
+            if how == "checkpoint" and number == 1:  # copies of the last step were still running
                 assert finishes(optimizer) > waits
             if how == "state dict":
                 optimizer.load_state_dict(plain)
@@ -426,7 +433,7 @@ def test_states_are_saved_and_loaded(rank: int, world: int, name: str):
 
 
 def finishes(optimizer: Any) -> int:
-    """How often the host has waited for states on their way to host memory."""
+    """Return how often the host has waited for copies of states to host memory."""
     lane = getattr(optimizer._store, "outgoing", None)
     return lane.counts()["finishes"] if lane else 0
 
@@ -461,8 +468,9 @@ def test_failures(rank: int, world: int):
 
 
 def program(door: str, name: str, offload: Any) -> list[torch.Tensor]:
-    """Accumulation, a frozen block that is thawed, checkpointed blocks and offloaded activations,
-    two groups, a schedule, clipping, and one block whose parameters are in host memory.
+    """Train with gradient accumulation, a frozen block that is unfrozen later, checkpointed blocks,
+    offloaded activations, two parameter groups, a schedule, clipping, and one block whose
+    parameters are in host memory.
     """
     plain = toy(blocks=4, width=64)
     for param in plain.blocks[1].parameters():
@@ -515,7 +523,9 @@ def test_a_program_with_everything_around_it(rank: int, world: int, door: str, n
 @on_gpu
 @ranks(2, env=ON_GPU)
 def test_the_plan_equals_the_run(rank: int, world: int):
-    """Bytes on the GPU and in host memory, with one parameter per unit and dtype."""
+    """The planned bytes on the GPU and in host memory equal those of a run. The model has flat
+    parameters, one per unit and dtype.
+    """
     cases: dict[str, tuple[Any, torch.dtype]] = {
         "adamw-fused": (optim.AdamW, torch.float32),
         "lion": (optim.Lion, torch.bfloat16),
@@ -542,7 +552,7 @@ def test_the_plan_equals_the_run(rank: int, world: int):
         loss_of(model, tokens(rank, 0)).backward()
         optimizer.step()
         if name == "adamw8bit" and rank > 0:
-            continue  # the plan is rank 0's
+            continue  # the plan describes only rank 0
         store = optimizer._store
         rows = {(r.role, r.where): r.bytes for r in planned.rows}
         assert rows["optimizer states", "host"] == store.host_bytes > 0, (name, ratio)
@@ -565,7 +575,7 @@ def test_in_host_memory_it_costs_nothing_and_says_so(rank: int, world: int):
         optimizer = optim.AdamW(model.parameters(), offload=optim.Host(0.5))
     assert optimizer._store is None and type(optimizer.state) is collections.defaultdict
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the warning comes once per process
+        warnings.simplefilter("error")  # the process has already given the warning
         optim.AdamW(model.parameters(), offload=optim.Host())
     for options, match in (({"ratio": 1.5}, "from 0 .* to 1"), ({"buffer_bytes": 9}, "at least")):
         with pytest.raises(ValueError, match=match):

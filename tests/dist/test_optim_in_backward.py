@@ -1,4 +1,6 @@
-"""fsdpc.optim.in_backward: units step in backward, equal to steps after it to the bit."""
+"""Tests of fsdpc.optim.in_backward: units step in backward,
+with results equal to steps after backward to the bit.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def test_equals_steps_after_backward(rank, world, door, collectives):
 
 @ranks(2)
 def test_checkpoint_on_disk(rank, world, tmp_path):
-    """An optimizer that steps in backward saves, one that steps after backward loads."""
+    """An optimizer that steps in backward saves; another, which steps after backward, loads."""
     folder = str(tmp_path / "saved")
     model = by_door("fully_shard", toy())
     optimizer = optim.in_backward(model, MAKERS["AdamW"])
@@ -118,7 +120,7 @@ def test_a_unit_steps_before_backward_ends(rank, world, door):
 
 
 class Wide(nn.Module):
-    """8 MiB of float32 parameters in each of four units."""
+    """A model of four units with 8 MiB of float32 parameters each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +133,7 @@ class Wide(nn.Module):
 
 
 def resident(tensor: torch.Tensor) -> int:
-    """Bytes of the tensor's memory that have physical pages."""
+    """Return how many bytes of the tensor's memory have physical pages."""
     begin, length = tensor.data_ptr(), tensor.numel() * tensor.element_size()
     with open("/proc/self/pagemap", "rb") as file:
         file.seek(begin // mmap.PAGESIZE * 8)
@@ -213,7 +215,9 @@ def test_what_is_refused(rank, world):
 @ranks(1, 2, alone=True)
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 def test_clipping_after_backward_is_refused(rank, world, door):
-    """No gradient is left, so that torch's functions would clip nothing and report a norm of 0."""
+    """No gradient is left after backward, so torch's functions would clip nothing and report a norm
+    of 0.
+    """
     model, plain = by_door(door, toy()), toy()
     before = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer = optim.in_backward(model, MAKERS["AdamW"])
@@ -237,8 +241,8 @@ def test_clipping_after_backward_is_refused(rank, world, door):
 
 
 class Again(nn.Module):
-    """The second block runs twice in one graph; ``pick``: only the block of this number runs, once;
-    ``reentrant``: each run has a backward of its own.
+    """A model whose second block runs twice in one graph. With ``pick``, only the block of this
+    number runs, and only once. With ``reentrant``, each run has a separate backward.
     """
 
     def __init__(self) -> None:
@@ -287,7 +291,9 @@ def test_low_precision_and_modules_that_run_twice_or_on_some_ranks(rank, world):
 
 @ranks(1, 2)
 def test_a_unit_that_is_needed_again_after_its_step(rank, world):
-    """Either the unit has not stepped yet, or backward raises; never a wrong gradient."""
+    """If backward needs a unit whose step has run, backward raises an error. A unit that has not
+    stepped yet gets correct gradients.
+    """
     expected, model = again(), again()
     outside = MAKERS["AdamW"](expected.parameters())
     optim.in_backward(model, MAKERS["AdamW"])
@@ -300,7 +306,9 @@ def test_a_unit_that_is_needed_again_after_its_step(rank, world):
 
 @ranks(1, 2)
 def test_a_forward_in_backward_of_a_unit_that_has_stepped(rank, world):
-    """The forward would read new values, while with a step after backward it reads the old ones."""
+    """A forward inside backward raises an error if its unit has stepped: it would read the new
+    values of the unit, but with a step after backward it would read the old values.
+    """
     model = again()
     optim.in_backward(model, MAKERS["AdamW"])
     x = torch.ones(2, 4, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Memory that an optimizer state dict costs, measured as in test_state_memory."""
+"""Tests of the memory that an optimizer state dict needs, measured as in test_state_memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fsdpc._spans.window import WINDOW_BYTES
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 WINDOW_MB = WINDOW_BYTES / 2**20
-OWN_MB = 2 * MODEL_MB / 2  # a rank's part of both moments
+OWN_MB = 2 * MODEL_MB / 2  # a rank's shards of both moments
 
 
 def measure(rank, world, config, use_orig_params, load):
@@ -76,7 +76,7 @@ def cases(function):
 def test_a_rank_that_keeps_nothing_holds_a_window(wire, use_orig_params):
     config = FullOptimStateDictConfig(rank0_only=True)
     saved = peaks(config, wire=wire, use_orig_params=use_orig_params)
-    assert saved[1] <= 2 * WINDOW_MB + NOISE_MB  # over a wire torch holds a window, too
+    assert saved[1] <= 2 * WINDOW_MB + NOISE_MB  # over a wire, torch also holds a window
     assert saved[0] <= 2 * MODEL_MB + 2 * WINDOW_MB + NOISE_MB
     loaded = peaks(config, wire=wire, use_orig_params=use_orig_params, load=True)
     assert max(loaded) <= OWN_MB + 2 * WINDOW_MB + NOISE_MB

@@ -1,4 +1,4 @@
-"""Muon on shards: equal to the unsharded step, to the bit, on any number of ranks."""
+"""Tests of Muon on shards: steps equal unsharded steps to the bit, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fsdpc import optim
 from fsdpc.optim import _owned
 from fsdpc.optim._places import local_of
 
-# Matrices that ranks cut between rows and inside rows, flat and tall; one smaller than a group of
-# ranks, a fused one, experts, an embedding, a vector.
+# Matrices, flat and tall, that shard boundaries cut between rows and inside rows; a matrix with
+# fewer rows than there are ranks, a fused matrix, experts, an embedding and a vector.
 SHAPES = {
     "embed": (16, 12),
     "qkv": (36, 12),
@@ -41,7 +41,7 @@ STEPS = 3
 
 
 class Model(nn.Module):
-    """Parameters whose gradients are given: multiples of 2^-10, so that their means are exact."""
+    """A model with given gradients: multiples of 2^-10, so that the mean over ranks is exact."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def alone(clip: bool = False, dtype: torch.dtype = torch.float32, **more: Any) -
 
 
 def states_of(optimizer: Any) -> dict[Any, torch.Tensor]:
-    """Copies of all states on this rank."""
+    """Return copies of all states on this rank."""
     return {
         (number, name): local_of(value).clone()
         for number, state in enumerate(optimizer.state.values())
@@ -88,7 +88,9 @@ def states_of(optimizer: Any) -> dict[Any, torch.Tensor]:
 
 
 def scaled_steps(model: nn.Module, optimizer: Any, rank: int) -> None:
-    """Three steps with a loss scale; an infinity on rank 1 stops the second step on all ranks."""
+    """Run three steps with a loss scale; an infinity on rank 1 makes all ranks skip
+    the second step.
+    """
     from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
     sharded = isinstance(model, (fsdpc.FullyShardedDataParallel, fsdpc.FSDPModule))
@@ -113,7 +115,7 @@ def check(model: nn.Module, expected: nn.Module) -> None:
 
 @ranks(2, 3, 4)
 def test_shards_of_fsdp(rank, world):
-    _owned.ROUND = 100  # several rounds, in this process
+    _owned.ROUND = 100  # small, so that a step takes several rounds
     for use_orig_params in (True, False):
         for more in ({}, {"ns_dtype": torch.float32, "nesterov": False}):
             model = wrap("fsdpc", Model(), use_orig_params=use_orig_params)
@@ -154,8 +156,9 @@ def test_replicas(rank, world):
 
 @ranks(2)
 def test_steps_with_and_without(rank, world):
-    """Clipping, accumulated gradients, a parameter without a gradient, a scheduler, a closure; a
-    loss scale, and a step that an infinity on one rank stops on all.
+    """Steps equal unsharded steps with clipping, accumulated gradients, a parameter without a
+    gradient, a scheduler, a closure and a loss scale. If one rank has an infinite gradient, all
+    ranks skip the step.
     """
 
     def run(model: nn.Module, sharded: bool) -> optim.Muon:
@@ -199,7 +202,9 @@ def test_steps_with_and_without(rank, world):
 
 @ranks(2, 3)
 def test_state_dicts(rank, world):
-    """A sharded Muon's full state dict equals an unsharded one's; both resume from it alike."""
+    """The full state dict of a sharded Muon equals that of an unsharded Muon,
+    and both resume equally from it.
+    """
     FSDP = fsdpc.FullyShardedDataParallel
     expected = Model()
     whole = make(expected)
@@ -226,7 +231,9 @@ def test_state_dicts(rank, world):
 
 @ranks(2)
 def test_what_others_do_on_shards_is_said(rank, world):
-    """torch's Muon runs on DTensors with other results, and torch's Adafactor raises."""
+    """fsdpc warns about torch's Muon, which runs on DTensors with other results, and about torch's
+    Adafactor, which raises an error.
+    """
     model = fsdpc.fully_shard(nn.Sequential(nn.Linear(12, 33, bias=False)))
     said = []
     for kind in (optim.Muon, torch.optim.Muon, torch.optim.Muon):

@@ -1,5 +1,5 @@
-"""fsdpc.optim with states on a disk, on shards: equal to the bit to states in memory, in bounded
-memory, after a kill, and in checkpoints.
+"""Tests of fsdpc.optim on shards with states on a disk. Results equal those with states in memory
+to the bit, also after a kill and through checkpoints. The memory of a run is bounded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEPS = 3
 SMALL = 400_000
 KINDS = {
     "AdamW": ("units", "flat", "rows"),
-    "AdamWBF16": ("units", "rows"),  # flat parameters are left out: they draw other random bits
+    "AdamWBF16": ("units", "rows"),  # with "flat", the random bits differ
     "SGD": ("flat",),
     "Lion": ("rows",),
     "AdamMini": ("flat", "rows"),
@@ -92,7 +92,9 @@ def test_optimizer_state_dicts_gather_and_load(rank, world):
 
 @ranks(2)
 def test_the_plan_equals_the_run(rank, world):
-    """Bytes of the file and of its buffers, with one parameter per unit and dtype."""
+    """The planned bytes of the file and of its buffers equal those of a run. The model has flat
+    parameters, one per unit and dtype.
+    """
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
         "adamw": (optim.AdamW, {}),
         "lion": (optim.Lion, {}),
@@ -164,7 +166,7 @@ def test_the_plan_of_whole_matrices_equals_the_run(rank, world, door):
 
 
 def blocks() -> nn.Module:
-    """8 units with 8 million parameters."""
+    """Return a model of 8 units with 8 million parameters in all."""
     torch.manual_seed(0)
     layers = [wrap("fsdpc", nn.Linear(1000, 1000), use_orig_params=True) for _ in range(8)]
     return wrap("fsdpc", nn.Sequential(*layers), use_orig_params=True)
@@ -185,7 +187,7 @@ def steps(model: nn.Module, **options: Any) -> optim.AdamW:
 
 
 def fits(model: nn.Module) -> bool:
-    """Whether a step with states in memory is possible."""
+    """Return whether a step with states in memory is possible."""
     try:
         optim.AdamW(model.parameters()).step()
     except (RuntimeError, MemoryError):
@@ -196,15 +198,15 @@ def fits(model: nn.Module) -> bool:
 @pytest.mark.long
 @ranks(2)
 def test_memory_is_bounded(rank, world):
-    """A sharded model whose states take 32 MB on each rank, with 8 MB allowed by RLIMIT_DATA and 8
-    more for a backward: trains on the disk, to the bits of a run in memory, which the limit does
-    not allow.
+    """The states of a sharded model take 32 MB on each rank, but RLIMIT_DATA allows only 8 MB for
+    them and 8 MB for a backward. The model trains with states on the disk, and results equal those
+    of a run in memory to the bit. The limit does not allow such a run in memory.
     """
     torch.set_num_threads(1)
-    ctypes.CDLL(None).mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: no large holes in the heap
+    ctypes.CDLL(None).mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: freed memory goes back
     one, other, small = blocks(), blocks(), nn.Linear(3, 3)
     small(torch.ones(3)).sum().backward()
-    optim.AdamW(small.parameters()).step_and_clip(1.0)  # makes what is made at first use
+    optim.AdamW(small.parameters()).step_and_clip(1.0)  # allocates what is needed at first use
     for model in (one, other):
         backward(model, 0)
     data = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) << 10
@@ -229,8 +231,8 @@ def test_memory_is_bounded(rank, world):
 
 
 def run_to(rank: int, world: int, folder: str, last: int, on_disk: bool, die_at: int = 0) -> Any:
-    """Steps up to `last`, from the checkpoint if there is one; saves after step 2. `die_at`: rank 1
-    dies after that number of chunks; 0: never.
+    """Train up to step `last`, from the checkpoint if there is one; save after step 2. Rank 1 dies
+    after `die_at` chunks; with 0, it never dies.
     """
     states = Path(folder) / "states"
     model = wrap("fsdpc", Model(torch.float32), use_orig_params=True)
@@ -265,6 +267,6 @@ def test_killed_in_the_middle_of_a_step(tmp_path: Path):
     outcomes = run_ranks(run_to, 2, faults=True, on_disk=True, die_at=3, **arguments)
     assert outcomes[1].exit_signal == signal.SIGKILL, outcomes[1].error
     assert "PeerError" in (outcomes[0].error or ""), outcomes[0].error
-    assert os.listdir(tmp_path / "states") == []  # no file that a run could take for its own
+    assert os.listdir(tmp_path / "states") == []  # the next run finds no old file
     found = run_ranks(run_to, 2, on_disk=True, **arguments)
     assert found == expected

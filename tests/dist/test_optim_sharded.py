@@ -1,4 +1,6 @@
-"""Optimizer state dicts in the SHARDED form: rows of what the unsharded optimizer would have."""
+"""Tests of optimizer state dicts in the SHARDED form. Each rank has rows of the states that the
+unsharded optimizer would have.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def in_form(run, form=SHARDED, options=None):
 
 
 def check_loads(run, saved, expected, *form):
-    """Checks that states loaded in this form are what the run's optimizer holds."""
+    """Load `saved` in the form `form`. The optimizer of the run must then hold `expected`."""
     with in_form(run, *form):
         loaded = type(run.model).optim_state_dict_to_load(run.model, run.optim, saved)
     run.optim.load_state_dict(loaded)
@@ -98,7 +100,7 @@ def test_dtensors_with_a_mesh(rank, world, use_orig_params):
 
 @ranks(2)
 def test_a_mesh_is_noted_in_the_configurations(rank, world):
-    """As torch's class does, so that readers of the settings see which form comes."""
+    """As with torch's class, the configuration shows whether state dicts have DTensors."""
     run = start(rank, toy(), device_mesh=init_device_mesh("cpu", (2,)))
     config = ShardedOptimStateDictConfig()
     with in_form(run, SHARDED, config):

@@ -1,4 +1,6 @@
-"""fsdpc's optimizers on shards of 2 and 3 ranks: equal to the same optimizer without sharding."""
+"""Tests of fsdpc's optimizers on shards of 2 and 3 ranks:
+steps equal those of the same optimizer without sharding.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from toys import full_parameters, wrap
 import fsdpc
 from fsdpc import optim
 
-# Ranks cut blocks of 256 elements and rows of these sizes; one is too small for 8 bits.
+# Shard boundaries lie inside rows of these parameters, and inside the blocks of 256 elements that
+# share a scale in 8-bit states. The parameter "b" is too small for 8-bit states.
 SHAPES = {"a": (37, 131), "b": (61,), "c": (5000,), "d": (70, 60)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW": {"amsgrad": True},
@@ -34,7 +37,7 @@ STEPS = 3
 
 
 class Model(nn.Module):
-    """Parameters whose gradients are given: multiples of 2^-10, so that their means are exact."""
+    """A model with given gradients: multiples of 2^-10, so that the mean over ranks is exact."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ class Model(nn.Module):
 
 
 def wanted(name: str, step: int) -> torch.Tensor:
-    """The gradient of a parameter: most elements of ordinary size, some tiny ones."""
+    """Return the gradient of a parameter: most elements have ordinary size, some are tiny."""
     generator = torch.Generator().manual_seed(100 * step + ord(name))
     drawn = torch.randint(-512, 512, SHAPES[name], generator=generator).float() / 1024
     return drawn * (1 + 0 * drawn) * torch.where(drawn.abs() < 0.1, 2.0**-8, 1.0)
@@ -90,11 +93,14 @@ def alone(name: str, dtype: torch.dtype, clip: bool = False) -> tuple[Model, lis
 def test_shards_of_fsdp(rank, world):
     for use_orig_params in (True, False):
         for name in OPTIONS:
-            # Ranks with GPUs send bfloat16 sums to each other: sums of three ranks are not exact.
+            # Ranks with GPUs send each other sums in bfloat16, so that sums of three ranks are not
+            # exact.
             exact = world == 2 or not fsdpc._C.stand_in()
             dtype = torch.bfloat16 if name == "AdamWBF16" and exact else torch.float32
             if name == "AdamWBF16" and not use_orig_params:
-                continue  # positions in the optimizer differ, and so do random bits
+                # The random bits depend on a parameter's position in the optimizer. Flat parameters
+                # have other positions.
+                continue
             model = wrap("fsdpc", Model(dtype), use_orig_params=use_orig_params)
             train(model, make(name, model), range(STEPS), False)
             expected = dict(alone(name, dtype)[0].named_parameters())
@@ -104,7 +110,9 @@ def test_shards_of_fsdp(rank, world):
 
 @ranks(2)
 def test_random_bits_of_flat_parameters(rank, world):
-    """The bits differ from those of original parameters; steps are as close to exact steps."""
+    """The random bits differ from those of an unsharded run, but the parameters stay close to the
+    parameters of that run.
+    """
     model = wrap("fsdpc", Model(torch.float32), use_orig_params=False)
     train(model, make("AdamWBF16", model), range(STEPS), False)
     expected = dict(alone("AdamWBF16", torch.float32)[0].named_parameters())
@@ -153,7 +161,9 @@ def test_step_and_clip_on_shards(rank, world):
 
 @ranks(2, 3)
 def test_states_of_8_bits_resume_unsharded(rank, world):
-    """A full state dict of shards continues on one rank, and the reverse, to the bit."""
+    """From a full state dict of shards, training continues without sharding and on shards,
+    with values equal to the bit.
+    """
     FSDP = fsdpc.FullyShardedDataParallel
     model = wrap("fsdpc", Model(torch.float32), use_orig_params=True)
     optimizer = make("AdamW8bit", model)
@@ -168,7 +178,7 @@ def test_states_of_8_bits_resume_unsharded(rank, world):
     numbered = FSDP.rekey_optim_state_dict(saved, fsdpc.OptimStateKeyType.PARAM_ID, other)
     single.load_state_dict(numbered)
     resumed = make("AdamW8bit", model, min_8bit_size=1 << 20, lr=0.0)
-    train(model, resumed, range(1), False)  # with other blocks than those that are loaded
+    train(model, resumed, range(1), False)  # makes states with other blocks than those loaded below
     resumed.load_state_dict(FSDP.optim_state_dict_to_load(model, resumed, saved))
     for each, how in ((other, single), (model, resumed)):
         train(each, how, range(STEPS, STEPS + 2), False)
@@ -200,7 +210,9 @@ def test_infinities_of_one_rank_stop_all(rank, world):
 
 @ranks(2)
 def test_a_rank_that_holds_nothing_of_a_parameter(rank, world):
-    """The parameter's steps are counted there too. Copies of DTensors are refused."""
+    """A rank that holds no elements of a parameter also counts the steps of this parameter.
+    write_copies refuses DTensors.
+    """
     torch.manual_seed(0)
     expected = nn.Linear(6, 1)
     model = fsdpc.fully_shard(copy.deepcopy(expected))
@@ -219,7 +231,9 @@ def test_a_rank_that_holds_nothing_of_a_parameter(rank, world):
 
 
 class Lamb(torch.optim.Optimizer):
-    """A rule whose step is as long as the parameter: it needs the norm of the whole."""
+    """An optimizer whose steps are proportional to the parameter's norm. A step needs the norm of
+    the whole parameter.
+    """
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -233,7 +247,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 class Signs(Lamb):
-    """An elementwise rule, as Lion's, with an argument that has no default in its groups."""
+    """An elementwise optimizer, like Lion."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -244,7 +258,7 @@ class Signs(Lamb):
 
 
 class Grouped(Lamb):
-    """An elementwise rule, except in groups whose options ask for norms."""
+    """An optimizer that is elementwise except in groups whose options ask for norms."""
 
     options: tuple[dict[str, Any], ...] = ({}, {"whole": True})
 
@@ -266,19 +280,19 @@ class Grouped(Lamb):
 
 
 class Valued(Grouped):
-    """Groups with the same options but other values of them."""
+    """A Grouped optimizer whose groups have the same options with different values."""
 
     options = ({"whole": True}, {"whole": False})
 
 
 class Decayed(Grouped):
-    """As timm's Lamb, which takes no norms in groups without weight decay."""
+    """A Grouped optimizer like timm's Lamb, which takes no norms in groups without weight decay."""
 
     options = ({"weight_decay": 0.1}, {"weight_decay": 0.0})
 
 
 class Listed(Lamb):
-    """A class whose constructor takes no groups."""
+    """An optimizer whose constructor does not take groups."""
 
     def __init__(self, params: Any) -> None:
         params = list(params)
@@ -287,7 +301,7 @@ class Listed(Lamb):
 
 
 class Rows(torch.optim.AdamW):
-    """A rule that takes the mean of each row out of matrices' gradients."""
+    """An optimizer that subtracts from the gradient of a matrix the mean of each row."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -298,18 +312,20 @@ class Rows(torch.optim.AdamW):
 
 
 class SOAP(Signs):
-    """A class that cannot be tried: its constructor wants more than the groups keep."""
+    """An optimizer that fsdpc cannot construct for trial steps, by which fsdpc finds out whether an
+    optimizer is elementwise: the constructor needs an argument that no parameter group keeps.
+    """
 
     def __init__(self, params: Any, model: nn.Module) -> None:
         super().__init__(params)
 
 
 class Prodigy(SOAP):
-    """It cannot be tried either, and is known by its name."""
+    """An optimizer without trial steps too. fsdpc knows its name as one that is not elementwise."""
 
 
 class Adam_mini(SOAP):  # noqa: N801  the package's name
-    """Wants the model's names, as the class of its package does."""
+    """An optimizer that needs the model's names, as the class of its package does."""
 
 
 MISLED = [
@@ -322,13 +338,15 @@ NOT_MISLED = [Signs, SOAP, torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop
 @ranks(2)
 @pytest.mark.parametrize("cases", [[*MISLED, *NOT_MISLED]])
 def test_optimizers_that_are_not_elementwise_are_named(rank, world, cases):
-    """Each class is named once where a rank sees flat parts; steps draw no random numbers."""
+    """On a rank that has flat shards, fsdpc warns once about each class of optimizers that is not
+    elementwise. These checks leave torch's random number generator unchanged.
+    """
 
     def said(kind: Any, shard: Any) -> list[str]:
         model = shard(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)))
         extra: dict[str, Any] = {"model": model} if issubclass(kind, SOAP) else {}
         if kind is torch.optim.LBFGS:
-            extra["max_iter"] = 1  # by their own parts ranks would choose different numbers
+            extra["max_iter"] = 1  # otherwise ranks would differ in how often they iterate
         optimizer = kind(model.parameters(), **extra)
         state = torch.random.get_rng_state()
 
@@ -351,7 +369,7 @@ def test_optimizers_that_are_not_elementwise_are_named(rank, world, cases):
 
     whole = fsdpc.ShardingStrategy.NO_SHARD
     for kind in cases:
-        if kind is Lamb:  # norms of DTensors are norms of the whole
+        if kind is Lamb:  # the norm of a DTensor is that of the whole parameter
             assert not said(kind, fsdpc.fully_shard)
         assert not said(kind, lambda m: by_class(m, sharding_strategy=whole)), kind
         found = said(kind, by_class)
@@ -364,7 +382,9 @@ def test_optimizers_that_are_not_elementwise_are_named(rank, world, cases):
 
 @ranks(2)
 def test_groups_by_dimensions_that_found_no_matrix_are_named(rank, world):
-    """Weights would go without decay. Not if no matrix trains, nor if groups are made by name."""
+    """A warning is given if weights would get no decay. No warning is given if matrices are frozen
+    or if groups are chosen by name.
+    """
     model = wrap("fsdpc", nn.Linear(8, 16), use_orig_params=True)
     weight, bias = model.parameters()
 
@@ -387,7 +407,9 @@ def test_groups_by_dimensions_that_found_no_matrix_are_named(rank, world):
 @ranks(2)
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_statistics(rank, world, kind):
-    """Statistics of whole parameters equal the unsharded tensors'; steps keep the same bits."""
+    """Statistics of whole parameters equal those of unsharded parameters, and steps that collect
+    statistics equal steps without statistics to the bit.
+    """
     expected = Model(torch.float32)
     single = make(kind, expected)
     models = {

@@ -1,5 +1,5 @@
-"""Adafactor, SOAP and Shampoo on shards: equal to the unsharded step, to the bit, on any number of
-ranks; their states, which stay at owners, in every form of saving.
+"""Tests of Adafactor, SOAP and Shampoo on shards: steps equal unsharded steps to the bit, on any
+number of ranks. Their states, which stay on owner ranks, are saved in every form.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ DOORS = ("FSDP", "flat", "fully_shard")
 @ranks(2, 3, 4)
 @KINDS
 def test_shards_step_as_one_process(rank, world, kind):
-    _owned.ROUND = 100  # several rounds, in this process
+    _owned.ROUND = 100  # small, so that a step takes several rounds
     expected, _ = alone(kind)
     for door in DOORS:
         model = shard(door)
@@ -91,7 +91,9 @@ def held_elements(optimizer: Any) -> int:
 
 
 def grow(kind: str, model: torch.nn.Module) -> Any:
-    """Trains; after every two steps another third of the parameters joins the optimizer."""
+    """Train, and after every two steps add another third of the parameters to the optimizer.
+    Return the optimizer.
+    """
     optimizer = None
     for i, part in enumerate(thirds(model)):
         if optimizer is None:
@@ -110,7 +112,9 @@ def thirds(model: torch.nn.Module) -> list[Any]:
 @ranks(2, 3)
 @KINDS
 def test_groups_that_join_later(rank, world, kind):
-    """Layers may be thawed one after the other: states stay at their owners."""
+    """Groups may be added later, for example when layers are unfrozen one after the other. States
+    stay at their owner ranks.
+    """
     expected = Model()
     train(expected, grow(kind, expected), range(6, 8))
     for door in ("FSDP", "fully_shard"):
@@ -138,7 +142,9 @@ class One(Model):
 @ranks(2)
 @KINDS
 def test_one_matrix_beside_a_vector(rank, world, kind):
-    """Both lie in one flat parameter, whose own states have the names of the matrix's states."""
+    """The matrix and the vector are in one flat parameter. The flat parameter's own states take the
+    names that the states of a matrix usually have.
+    """
     expected = One()
     train(expected, make(kind, expected), range(STEPS))
     model = wrap("fsdpc", One(), use_orig_params=False)
@@ -175,7 +181,9 @@ def test_replicas_and_torchs_units(rank, world, kind):
 @ranks(2)
 @KINDS
 def test_what_a_step_leaves_out(rank, world, kind):
-    """A parameter without a gradient; a step that an infinity on one rank stops on all; norms."""
+    """A step leaves out a parameter without a gradient. If one rank has an infinite gradient, all
+    ranks skip the step. With clipping, norms equal those of the unsharded model.
+    """
 
     def run(model: torch.nn.Module, sharded: bool) -> Any:
         optimizer = make(kind, model)
@@ -202,8 +210,8 @@ def test_what_a_step_leaves_out(rank, world, kind):
 @ranks(3)
 @pytest.mark.parametrize("model", optim_bits.MODELS)
 def test_real_models(rank, world, model):
-    """A part of fuzz/optim_bits.py: parameters, averages and losses equal those of fsdpc and torch
-    in one process.
+    """This test runs a part of fuzz/optim_bits.py. Parameters, averages and losses equal those of
+    fsdpc and of torch in one process.
     """
     for number, name in enumerate(optim_bits.OPTIMIZERS):
         door = optim_bits.DOORS[(number + len(model)) % 3]
@@ -218,7 +226,9 @@ def test_real_models(rank, world, model):
 @ranks(1, 2)
 @pytest.mark.parametrize("kind", ["Muon", *EVERY])
 def test_in_backward(rank, world, kind):
-    """On one rank; on several it is refused, as ranks would wait in different units."""
+    """in_backward works on one rank. On several ranks it is refused, because ranks would wait for
+    each other in different units.
+    """
     options = EVERY.get(kind, OPTIONS)
     for door in DOORS:
         model = shard(door)
@@ -239,7 +249,10 @@ def test_in_backward(rank, world, kind):
 @ranks(2, 3)
 @KINDS
 def test_state_dicts(rank, world, kind):
-    """Dicts of shards go into the unsharded class, and back; a flat one's stay on its ranks."""
+    """A full state dict of shards equals that of the unsharded optimizer, and both optimizers
+    resume from it. States of flat parameters have no full state dict and are loaded only on their
+    own ranks.
+    """
     FSDP = fsdpc.FullyShardedDataParallel
     expected, whole = alone(kind, split=None)
     model = shard("FSDP")
@@ -252,7 +265,7 @@ def test_state_dicts(rank, world, kind):
         for key, value in of_one.items():
             assert torch.equal(state[key], value), (name, key)
     resumed = make(kind, model, lr=1.0, split=None)
-    model.requires_grad_(False)  # that does not change owners
+    model.requires_grad_(False)  # frozen parameters keep their owners
     resumed.load_state_dict(FSDP.optim_state_dict_to_load(model, resumed, saved))
     model.requires_grad_(True)
     other = copy.deepcopy(expected)
@@ -288,7 +301,7 @@ def test_checkpoints_over_worlds_and_interfaces(rank, world, kind):
         train(model, optimizer, range(STEPS))
         folder = f"{box[0]}/{source}"
         checkpoint.save(folder, model, optimizer)
-        begin = (turn + 2 * world) % 4  # worlds 2 and 3 together have every pair
+        begin = (turn + 2 * world) % 4  # 2 and 3 ranks together test each pair of doors
         for target in ((*DOORS, "one") * 2)[begin : begin + 2]:
             other = Model() if target == "one" else shard(target)
             resumed = make(kind, other, lr=1.0)
@@ -298,7 +311,9 @@ def test_checkpoints_over_worlds_and_interfaces(rank, world, kind):
 
 
 class Wrapped(torch.optim.Optimizer):
-    """A wrapper like accelerate's: all it has belongs to the optimizer inside, but its methods."""
+    """A wrapper like accelerate's: its methods are its own,
+    but everything else belongs to the inner optimizer.
+    """
 
     def __init__(self, inside: Any) -> None:
         self.optimizer = inside
@@ -313,8 +328,8 @@ class Wrapped(torch.optim.Optimizer):
 @ranks(2)
 @pytest.mark.parametrize("kind", ["Muon", *EVERY])
 def test_as_accelerate_prepares_and_saves(rank, world, kind):
-    """Shards take the places of parameters that the optimizer has seen; state dicts and checkpoints
-    also take a wrapper of the optimizer.
+    """Shards may replace parameters that the optimizer already has. State dicts and checkpoints
+    also accept a wrapper of the optimizer.
     """
     EVERY["Muon"] = OPTIONS
     expected, _ = alone(kind)
@@ -344,8 +359,8 @@ def test_as_accelerate_prepares_and_saves(rank, world, kind):
 @ranks(2, alone=True)
 @pytest.mark.parametrize("kind", ["Muon", *EVERY])
 def test_states_on_a_disk(rank, world, kind):
-    """Equal to states in memory, also after a state dict or a checkpoint from one to the other, and
-    after a step that fails in the middle.
+    """Results equal those with states in memory. State dicts go from the disk to memory and back.
+    After a step that fails in the middle, training continues from a checkpoint.
     """
     EVERY["Muon"] = OPTIONS
     box = [tempfile.mkdtemp() if rank == 0 else None]

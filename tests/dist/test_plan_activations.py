@@ -1,5 +1,5 @@
-"""Activations traced on fake tensors, against the live tensors of a sharded step and against what
-torch's allocator hands out.
+"""Tests of activations that are traced on fake tensors, compared with the live tensors of a sharded
+step and with the bytes that torch's allocator hands out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MIXED = {"compute": "bfloat16", "reduce": "float32"}
 
 
 def predicted(kind, world, checkpointing, precision):
-    """(bytes that torch allocates in a step, bytes of the engine)"""
+    """Return the planned bytes of torch's allocations in a step, and of the engine's memory."""
     setup = Setup(world=world, checkpointing=checkpointing, **CPU, **precision)
     made = plan(lambda s: build_traced(EVERY[kind], s, ModuleWrapPolicy(set(BLOCKS))), setup)
     step = [p for p in made.timeline if p.phase in ("forward", "backward")]
@@ -81,8 +81,9 @@ def measured(kind, checkpointing, precision, profiled):
 
 
 def peak_of_allocator(seen):
-    """The most bytes above the begin that torch's CPU allocator had handed out, by the events of a
-    profile with ``profile_memory=True``. Includes what operators allocate inside.
+    """Return the most bytes that torch's CPU allocator had handed out at once since the profile
+    began, by the events of a profile with ``profile_memory=True``. This includes what operators
+    allocate internally.
     """
     live = top = 0
     events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -99,7 +100,9 @@ CASES += [(kind, 1.0, MIXED) for kind in ("gpt", "resnet")]
 @pytest.mark.long
 @ranks(2)
 def test_traced_activations_are_those_of_a_run(rank, world):
-    """Live tensors within 0.1 % at the peak; all these cases were equal to the byte."""
+    """The planned and the live tensors differ by at most 0.1 % at the peak;
+    in all these cases they were equal to the byte.
+    """
     for kind, ratio, precision in CASES:
         live, _, own_run = measured(kind, ratio, precision, False)
         if rank == 0:  # a plan is local
@@ -111,7 +114,9 @@ def test_traced_activations_are_those_of_a_run(rank, world):
 @pytest.mark.long
 @ranks(1)
 def test_also_where_blocks_are_unlike_or_nested(rank, world):
-    """Every fifth block saves more; a kernel's workspace; frozen parts of a tree; deep copies."""
+    """The plan also equals a run for models of other kinds: every fifth block saves more, a kernel
+    has a workspace, parts of a tree are frozen, or blocks are deep copies.
+    """
     for kind, precision in (*((kind, {}) for kind in UNLIKE), ("tree", MIXED)):
         live, _, own_run = measured(kind, 0.0, precision, False)
         torch_plan, own_plan = predicted(kind, world, 0.0, precision)
@@ -122,7 +127,7 @@ def test_also_where_blocks_are_unlike_or_nested(rank, world):
 @pytest.mark.long
 @ranks(2)
 def test_the_allocator_agrees(rank, world):
-    """Nothing else is allocated, where operators have no workspace of their own."""
+    """torch allocates nothing but the traced tensors if operators have no workspace."""
     live, allocated, _ = measured("gpt", 0.0, {}, True)
     if rank == 0:
         torch_plan, _ = predicted("gpt", world, 0.0, {})

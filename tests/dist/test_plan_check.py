@@ -1,4 +1,4 @@
-"""``fsdpc check``: planted mistakes are found and named; a right training has none."""
+"""Tests of ``fsdpc check``: planted mistakes are named, and correct training has no findings."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def hooked(rank, hook):
 
 
 def factor(rank):
-    """The sum over ranks is not divided."""
+    """Return a program whose hook does not divide the sum over ranks."""
 
     def hook(state, grad, out):
         torch.distributed.all_reduce(grad)
@@ -76,7 +76,7 @@ def factor(rank):
 
 
 def lost_batch(rank):
-    """The gradients of the other rank are left out."""
+    """Return a program whose hook leaves out the gradients of the other rank."""
 
     def hook(state, grad, out):
         out.copy_(grad.chunk(2)[rank])
@@ -266,7 +266,7 @@ def early_sgd(rank):
     return {**made, "shard": shard_blocks, "optimizer": optimizer}
 
 
-ROWS = [  # a program and its finding: kind, unit, parameter, a part of the text
+ROWS = [  # a program and its expected finding: kind, unit, parameter, a part of the text
     (no_division, "gradient", "blocks.1", "blocks.1", "2 times as long"),
     (local_clip_of_rows, "clipped-gradient", "the root unit", "embed.weight", "local norm"),
     (frozen_row, "frozen-after-wrap", "blocks.2", "blocks.2.up.weight", "freeze before wrapping"),
@@ -314,7 +314,7 @@ def command(*arguments, **options):
 
 @pytest.mark.long
 def test_the_command_reports_and_exits(monkeypatch):
-    """The command as users call it; two processes each."""
+    """The command runs as users call it, with two processes per call."""
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     run = command("test_plan_check:factor", "--json")
     found = json.loads(run.stdout)

@@ -1,4 +1,4 @@
-"""memory_report: the plan beside what a model holds."""
+"""Tests of memory_report: the plan is shown beside the memory that a model holds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_plan_and_run_are_equal(rank, world):
 
 @ranks(2)
 def test_a_difference_is_marked(rank, world):
-    """Unfreezing keeps the old gradient buffers, which no plan has."""
+    """Unfreezing a parameter keeps the old gradient buffers, which are in no plan."""
     plain = toy(blocks=3)
     plain.blocks[1].up.bias.requires_grad_(False)
     model = wrap_blocks("fsdpc", plain, use_orig_params=True)
@@ -82,7 +82,7 @@ def test_what_is_no_model_is_refused(rank, world):
 @pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 @ranks(2, env=env.environment())
 def test_what_the_driver_and_nccl_hold_is_measured(rank, world):
-    """On the simulated GPU, where a context and each communicator hold what this test sets."""
+    """On the simulated GPU, a context and each communicator hold the bytes that this test sets."""
     import simgpu
 
     simgpu.cuda().simgpu_get_options().contents.foreign_bytes = 7 << 20
@@ -92,7 +92,8 @@ def test_what_the_driver_and_nccl_hold_is_measured(rank, world):
     report = fsdpc.memory_report(model)
     lines = by_role(report)
     comms, context = lines["communicators"], lines["device context"]
-    assert (comms.planned, comms.actual) == (544_000_000, 2 * 3 << 20)  # of gathers, of reductions
+    # There are two communicators, one of gathers and one of reductions.
+    assert (comms.planned, comms.actual) == (544_000_000, 2 * 3 << 20)
     assert context.planned == 500_000_000 and 0 <= context.actual - (7 << 20) < 1 << 20
     assert report.equal and str(report).count("assumed") == 2, str(report)
     simgpu.cuda().simgpu_get_options().contents.foreign_bytes += 5 << 20

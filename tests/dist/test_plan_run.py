@@ -1,4 +1,4 @@
-"""The plan of the engine's memory, made before wrapping, equals a run to the byte."""
+"""Tests that a plan of the engine's memory, made before wrapping, equals a run to the byte."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ KEYS = (
 
 
 class Headless(nn.Module):
-    """A model whose root has no parameters; blocks stand in blocks; one of them is frozen."""
+    """A model whose root has no parameters of its own, with units inside units,
+    a frozen block and a frozen weight.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +114,8 @@ def run_one(rank, kind, setup, precision, micros=1, **options):
     run = fsdpc.memory_stats(model)
     keys = set(KEYS)
     if on_gpu() and precision.param is not None and precision.reduce is None:
-        # Whether NCCL rounds once, and so which dtype is sent, shows when a communicator is made.
+        # Whether NCCL rounds only once, and therefore which dtype is sent, is known only after a
+        # communicator was made.
         keys -= {"reduce_bytes"}
         assert run["reduce_bytes"] <= plan["reduce_bytes"]
     found, wanted = ({key: side[key] for key in keys} for side in (run, plan))
@@ -123,7 +126,7 @@ def run_one(rank, kind, setup, precision, micros=1, **options):
 @pytest.mark.long
 @ranks(1, 2, 3, 4)
 def test_the_plan_equals_the_run(rank, world):
-    """300 combinations in all, over the worlds (fewer with --combinations)."""
+    """The test has 300 combinations over all numbers of ranks (fewer with --combinations)."""
     for kind, strategy, precision in subset(product(MODELS, STRATEGIES, PRECISIONS)):
         run_one(
             rank, kind, setup_for(world, strategy, precision), precision, sharding_strategy=strategy
@@ -170,19 +173,19 @@ def test_a_wire_without_background_transfers_has_no_more_slots(rank, world):
     setup = setup_of(model._unit.groups.shard, None, False)
     run, plan = fsdpc.memory_stats(model), engine.engine_memory(units, setup).stats
     assert [run[key] for key in KEYS] == [plan[key] for key in KEYS]
-    assert run["gather_slots"] == 3  # the root's and the blocks' two
+    assert run["gather_slots"] == 3  # one of the root and two of the blocks
 
 
 @ranks(2)
 def test_a_planted_error_is_noticed(rank, world):
-    """The comparison can fail: one slot more than the run has."""
+    """The comparison fails if the plan has one slot more than the run."""
     setup = setup_for(world, STRATEGIES[0], PRECISIONS[0], gather_slots=3)
     with pytest.raises(AssertionError):
         run_one(rank, "blocks", setup, PRECISIONS[0], sharding_strategy=STRATEGIES[0])
 
 
 class Headless2(Headless):
-    """``Headless`` again, sharded by calls of ``fully_shard``."""
+    """A ``Headless`` that is sharded by calls of ``fully_shard``."""
 
 
 ROWS = {
@@ -206,7 +209,7 @@ def shard_rows(classes, reshard, policy):
 
 @ranks(1, 2, 3)
 def test_fully_shard_equals_its_plan(rank, world):
-    """Units cut between rows, made by a function of the user's, to the byte."""
+    """The user's function shards units by rows. The plan equals the run to the byte."""
     for kind, precision in subset(product(ROWS, PRECISIONS[:3])):
         make, classes, reshard = ROWS[kind]
         plain = make().to(precision.model)

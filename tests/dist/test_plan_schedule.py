@@ -1,4 +1,6 @@
-"""The simulator's schedule against real steps: the engine's trace, and what torch carries."""
+"""Tests that compare the schedule that the simulator plans with real steps: with the engine's
+trace, and with the collectives that torch runs.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def test_order_and_sums_equal_the_trace(rank, world):
         expected = planned(model, strategy, precision, world)
         for step in range(2):
             trace = [e for e in model._tree.trace() if e["step"] == step]
-            # Ranks that share memory sum when all have packed, in any order; a rank packs in order.
+            # Ranks that share memory sum a unit when all ranks have packed it, so that sums come in
+            # any order; each rank packs units in order.
             packs = "pack" if any(e["op"] == "pack" for e in trace) else "reduce"
             ran = [
                 (e["phase"], e["op"].replace(packs, "reduce"), e["unit"])
@@ -88,13 +91,15 @@ def test_calls_and_bytes_equal_torchs_collectives(rank, world):
         loss_of(model, tokens(rank, 0)).backward()
         calls.clear()
         loss_of(model, tokens(rank, 1)).backward()
-        # Two slots: collectives that block have no more.
+        # With blocking collectives there are only two gather slots.
         events = planned(model, strategy, precision, world, transport="wire", gather_slots=2)
         assert calls == [(e.op, e.bytes) for e in events if e.bytes], f"{calls} {events}"
 
 
 def record_collectives():
-    """The gathers and reductions that torch is asked for from now on, and their bytes."""
+    """Return a list. From now on, each gather and each reduction that runs over torch appends its
+    name and its bytes to the list.
+    """
     calls = []
     for name, op in (("all_gather", "gather"), ("reduce_scatter", "reduce")):
         original = getattr(Collectives, name)

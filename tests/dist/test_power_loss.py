@@ -1,11 +1,11 @@
-"""A save under power loss: what was not made durable is lost, in any part and any order that POSIX
-allows, and the folder is the old or the new checkpoint, complete, whenever that happens
-(invariant 4 of docs/decisions/041-simulated-cluster.md).
+"""Tests of saves under power loss. Anything that was not made durable may be lost, in any part and
+any order that POSIX allows. Whenever the power fails, the folder must be the complete old or the
+complete new checkpoint (invariant 4 of docs/decisions/041-simulated-cluster.md).
 
-The ranks save as they always do, and note what they ask of the file system, with a snapshot before
-each call. A simulated disk then goes through the notes: what is durable is what was synced; of the
-rest each page of a file and each name in a folder is there or not, by a seed. Faults are planted
-by leaving calls out of the notes, or in the ranks.
+The ranks save as usual, and note their calls to the file system, with a snapshot before each call.
+A simulated disk then replays the notes. Everything that was synced is durable; of the rest, each
+page of a file and each name in a folder is there or not, as a seed decides. To plant a fault, a
+test leaves calls out of the replay, or lets the ranks publish the folder too early.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NAME = "a"
 
 @dataclass
 class Snapshot:
-    """What a folder holds: files and folders by their inodes."""
+    """The contents of a folder: its files and folders, by their inodes."""
 
     root: int
     folders: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Snapshot:
 
 
 def snapshot(root: Path) -> Snapshot:
-    """The folder now; other threads may remove what is looked at."""
+    """Return the folder's present contents. Other threads may remove files meanwhile."""
     found = Snapshot(root.stat().st_ino)
     waiting = [root]
     while waiting:
@@ -67,7 +67,10 @@ def snapshot(root: Path) -> Snapshot:
 
 @dataclass
 class Note:
-    """A call, and what was there before it. ``rename``: two names in the root folder."""
+    """A call, and the folder's contents before it. For a sync, ``synced`` is the inode and ``path``
+    the path of what is synced. For a rename, ``rename`` has the old and the new name in the root
+    folder, and whether both names are exchanged.
+    """
 
     before: Snapshot
     synced: int = 0
@@ -80,7 +83,9 @@ def noted(root: Path, log: Path) -> Iterator[None]:
     real, rename, plain = os.fsync, folders._C.ckpt_rename, os.rename
 
     def do(make: Callable[[], Note], call: Callable[[], Any]) -> Any:
-        """Ranks make calls one after the other, so that the notes are in the calls' order."""
+        """Write a note, then run ``call``. Ranks hold a lock meanwhile, so the notes have the order
+        of the calls.
+        """
         with open(log / "lock", "a") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             number = len(list(log.glob("*.note")))
@@ -119,12 +124,14 @@ class Disk:
         self.durable = {inode: dict(names) for inode, names in first.folders.items()}
         self.files = dict(first.files)
         self.now = first
-        self.last = dict(first.files)  # also files that have no name any more
-        # Per folder, in order: names and the inodes they have afterwards; None: not there.
+        # The last contents of each file, also of files that no longer have a name.
+        self.last = dict(first.files)
+        # Changes of each folder that are not durable yet, in order: names and the inodes that they
+        # get. None means that the name is removed.
         self.waits: dict[int, list[dict[str, int | None]]] = {}
 
     def see(self, now: Snapshot) -> None:
-        """Takes in what has changed since, but for renames."""
+        """Take in all changes since the last snapshot, except renames."""
         for inode in self.now.folders.keys() | now.folders.keys():
             before, after = self.now.folders.get(inode, {}), now.folders.get(inode, {})
             for name in before.keys() | after.keys():
@@ -153,7 +160,7 @@ class Disk:
             )
 
     def lose_power(self, seed: int) -> Tree | None:
-        """What has the checkpoint's name afterwards; None: nothing."""
+        """Return what has the checkpoint's name after the power loss; None if nothing has."""
         rng = random.Random(seed)
         share = rng.choice((0, 0.5, 1))
 
@@ -190,9 +197,11 @@ def tree(now: Snapshot) -> Tree | None:
 
 
 def broken(notes: list[Note], left_out: str = "/") -> str:
-    """The first state after a power loss that is neither the old nor the new checkpoint, or, after
-    the save, not the new one; "": none.
-    ``left_out``: files and folders that are never synced.
+    """Lose power at each call, and return a description of the first wrong state of the folder. A
+    state is right if it is the old or the new checkpoint; after the save, only the new checkpoint
+    is right. Return "" if no state is wrong.
+
+    Files and folders whose names contain ``left_out`` are never synced.
     """
     good = (tree(notes[0].before), tree(notes[-1].before))
     assert good[1] and good[0] != good[1]
@@ -218,7 +227,7 @@ def broken(notes: list[Note], left_out: str = "/") -> str:
 
 
 def publish_early(draft: folders.Draft, written: Any = ()) -> None:
-    """The folder gets its name before its files are durable."""
+    """Give the folder its name before its files are durable."""
     exchange = draft.overwrite and os.path.lexists(draft.target)
     folders._C.ckpt_rename(str(draft.path), str(draft.target), exchange=exchange)
     draft._named = True

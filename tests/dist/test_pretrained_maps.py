@@ -1,5 +1,5 @@
-"""`load_pretrained` without transformers: key maps, random rearrangements, initialisation of what
-the files do not have, refusals, memory.
+"""Tests of `load_pretrained` without transformers: key maps, random rearrangements, initialization
+of values that the files do not have, refusals, and memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEEDS = range(300)
 
 
 def lazy_of(values: Tensor) -> Lazy:
-    """These values as a tensor of a file."""
+    """Return these values as a tensor that is read from a file lazily."""
     flat = values.reshape(-1)
 
     def fetch(first: int, target: Tensor) -> None:
@@ -38,7 +38,7 @@ def lazy_of(values: Tensor) -> Lazy:
 
 
 def moved(choose: random.Random, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Both tensors after one random rearrangement."""
+    """Return both tensors after the same random rearrangement."""
     shape = pair[0].shape
     dim = choose.randrange(len(shape)) if len(shape) else 0
     other = choose.randrange(len(shape)) if len(shape) else 0
@@ -66,7 +66,9 @@ def moved(choose: random.Random, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, T
 
 @pytest.mark.long
 def test_rearranged_tensors_equal_torchs(monkeypatch):
-    """Any range of any chain of functions is equal, whatever the sizes of chunks and runs."""
+    """After any chain of functions, each range of a lazy tensor equals the same range of torch's
+    tensor, whatever the sizes of chunks and runs.
+    """
     choose = random.Random(0)
     for seed in SEEDS:
         monkeypatch.setattr(lazy_module, "_CHUNK_BYTES", choose.choice([16, 64, 1 << 20]))
@@ -128,7 +130,7 @@ MAPS = [
 
 
 def foreign(model: Model) -> dict[str, Tensor]:
-    """The model's values as another program names and forms them."""
+    """Return the model's values with the names and shapes that another program uses."""
     found = {"norm.weight": model.norm.weight, "norm.bias": model.norm.bias}
     for i, block in enumerate(model.blocks):
         found |= {f"h.{i}.q_proj": block.q.weight, f"h.{i}.k_proj": block.k.weight}
@@ -200,7 +202,7 @@ def test_refused_maps(rank, world, tmp_path):
 
 
 class Rotary(nn.Module):
-    """Like torchtune's class: a function registers the buffer again."""
+    """A module like torchtune's, in which a function registers the buffer again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,8 +230,8 @@ def own_init(module: nn.Module) -> None:
 @ranks(2)
 @pytest.mark.parametrize("door", ["fully_shard", "orig"])
 def test_values_that_no_file_has(rank, world, door, tmp_path):
-    """Parameters by `reset_parameters`, alike on all ranks; buffers by the modules; what
-    nobody writes is named; a function given as `init` can write it.
+    """Parameters are initialized by `reset_parameters`, equally on all ranks, and buffers by their
+    modules. An error names values that nothing writes; a function given as `init` can write them.
     """
     torch.manual_seed(0)
     written(
@@ -284,7 +286,7 @@ def test_stray_tensors_and_only(rank, world, tmp_path):
     state = whole(model.state_dict())
     assert torch.equal(state["bias"], before)
     assert torch.equal(state["weight"], torch.ones(4, 4))
-    with torch.device("meta"):  # parameters that are left out then have no values to keep
+    with torch.device("meta"):  # here, parameters that are left out have no values to keep
         model = nn.Linear(4, 4)
     found = load_pretrained(fsdpc.fully_shard(model), tmp_path, only="weight")
     assert found.empty == ["bias"] and whole(model.state_dict())["bias"].isnan().all()
@@ -294,7 +296,9 @@ def test_stray_tensors_and_only(rank, world, tmp_path):
 
 @ranks(2)
 def test_memory(rank, world, tmp_path):
-    """A rank takes its shard and at most 64 MB: of 192 MB, also transposed and concatenated."""
+    """The tensors have 192 MB. A rank takes the memory of its shard and at most 64 MB more, also
+    for transposed and concatenated tensors.
+    """
     if rank == 0:
         state = {"a": torch.ones(16, 1 << 20), "b": torch.full((16, 1 << 20), 2.0),
                  "c.0": torch.ones(1 << 12, 1 << 12)}  # fmt: skip
@@ -315,8 +319,8 @@ def test_memory(rank, world, tmp_path):
 
 @ranks(3)
 def test_downloads(rank, world, tmp_path):
-    """One rank of the host downloads while the others wait, up to the deadline; its error is
-    everybody's.
+    """One rank of the host downloads while the others wait, up to the deadline. If the download
+    fails, all ranks raise its error.
     """
     written(tmp_path, {"weight": torch.ones(4, 4), "bias": torch.ones(4)}, rank, "safetensors")
     pretrained._POLL_S = 0.05

@@ -1,4 +1,4 @@
-"""profile_memory: what is live by role and unit, its files, and leaks that are planted."""
+"""Tests of profile_memory: live bytes by role and unit, its files, and leaks that are planted."""
 
 from __future__ import annotations
 
@@ -83,8 +83,9 @@ def test_what_is_live(rank, world, front):
     states = sum(t.numel() for s in optimizer.state.values() for t in map(local, s.values()))
     assert last["optimizer states"] == 4 * states
     assert sum(last.get(role, 0) for role in ("activations", "unit gradients")) == 0
-    # After the forward of unit 2 its saved activations are live, under its name: the input of relu
-    # is its output, of 16 x 256; the input of down is the same; its own result is 16 x 64.
+    # After the forward of unit 2, its saved activations are live under the name of the unit: the
+    # output of relu (16 x 256), which is also what down saves as its input, and the output of down
+    # (16 x 64).
     after = [s for s in profile.samples if s.event == "post_forward" and s.unit == "2"]
     assert [s.live[("activations", "2")] for s in after] == [4 * 16 * (256 + 64)] * 4
     assert all(

@@ -1,4 +1,4 @@
-"""Weights that are gathered in fewer bits."""
+"""Tests of weights that are gathered in fewer bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = [(100, 300), (64, 512), (65, 64)]
 
 
 def through_codes(weight, codec):
-    """The values that a whole weight has when gathered in codes."""
+    """Return the values that a whole weight has after it was gathered as codes."""
     rows, columns = weight.shape
     out = np.empty((rows, columns), np.float32)
     coded = np.empty(_probe.codec_bytes(codec, rows, columns), np.uint8)
@@ -53,7 +53,7 @@ class Parts(nn.Module):
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gathered_values_depend_on_the_whole_weight_alone(rank, world, dtype, codec):
-    """Over shared memory and, on two or three ranks, over a wire."""
+    """The test runs over shared memory and, on two or three ranks, over a wire."""
     if world > 1 and dtype == torch.float32:
         os.environ["FSDPC_COLLECTIVES"] = "wire"
     check_values(dtype, codec)
@@ -72,7 +72,9 @@ def test_on_a_gpu(rank, world):
 
 
 def check_context(model, report):
-    """What torch's allocator and slots hold is counted once: codes are in the allocator."""
+    """Check that the report counts memory of torch's allocator and of slots only once;
+    codes are in memory of the allocator.
+    """
     stats = fsdpc.memory_stats(model)
     kept = sum(stats[f"{key}_bytes"] for key in ("master", "grad", "local", "coded"))
     assert stats["coded_bytes"] > 0
@@ -137,7 +139,9 @@ def train(policy, steps=30):
 
 @ranks(2)
 def test_training(rank, world, tmp_path):
-    """Nearly as without codes; shards, states and checkpoints are plain."""
+    """Training with quantized gathers gives nearly the same losses as training without them;
+    shards, optimizer states and checkpoints are not quantized.
+    """
     _, expected = train(MixedPrecisionPolicy())
     model, losses = train(QuantizedPolicy())
     assert expected[-1] < 0.9 * expected[0]
@@ -168,7 +172,7 @@ def test_bytes_and_memory_on_a_wire(rank, world, codec):
     optimizer.step()
     bytes_each = {"int8": 1.05, "nvfp4": 0.7, "nf4": 0.65}[
         codec
-    ]  # with scales, biases and the norm
+    ]  # bytes per element, including scales, biases and the norm layer
     elements = sum(param.numel() for param in model.parameters()) / world
     assert 0.5 * elements < sent < bytes_each * elements
     report = fsdpc.memory_report(model)
@@ -183,7 +187,7 @@ def test_a_unit_on_several_ranks_must_have_one_codec(rank, world):
 
 @ranks(1)
 def test_policies_of_the_other_interface_are_refused(rank, world):
-    """The fields of such a policy would count for nothing."""
+    """fully_shard refuses policies of FSDP, and FSDP refuses policies of fully_shard."""
     other = {"mp_policy": MixedPrecision(torch.bfloat16), "offload_policy": CPUOffload(True)}
     for name, value in other.items():
         with pytest.raises(TypeError, match=f"{name} must be a .* got {type(value).__name__}"):

@@ -1,4 +1,4 @@
-"""Gradients that travel in fewer bits."""
+"""Tests of gradients that are sent in fewer bits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class Pair(nn.Module):
 
 
 class Parts(nn.Module):
-    """Coded weights, one with rows of two blocks of the largest kind, and plain ones."""
+    """A model with weights that are sent as codes and with weights that are sent without codes. The
+    rows of one coded weight have two blocks of the largest block size.
+    """
 
     def __init__(self):
         super().__init__()
@@ -70,9 +72,10 @@ def backward(model, rank, step):
 
 
 def sum_of(grads, codec, hosts, lost):
-    """What the ranks' gradients of one parameter become: summed in each host, coded between them,
-    summed in the order of hosts; a host's own sums are not coded. ``lost``: what coding lost of
-    earlier ones, which is added; None with no error feedback.
+    """Return the mean of the ranks' gradients of one parameter. Gradients are summed in each host,
+    sent between hosts as codes, and added in the order of hosts; a host's own sum is not coded.
+    ``lost`` holds the rounding errors of earlier sums, which are added before coding; it is None
+    without error feedback.
     """
     sums = {}
     for host, grad in zip(hosts, grads, strict=True):
@@ -94,7 +97,7 @@ def sum_of(grads, codec, hosts, lost):
 
 
 def check(model, plain, codec, hosts, lost, before=()):
-    """Checks the sharded gradients, to the bit."""
+    """Check that the sharded gradients equal the expected gradients to the bit."""
     for i, (p, q) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
         own = torch.zeros_like(q) if q.grad is None else q.grad
         grads = [torch.empty_like(own) for _ in hosts]
@@ -108,8 +111,9 @@ def check(model, plain, codec, hosts, lost, before=()):
 
 @pytest.mark.parametrize("hosts", CODECS)
 def test_sums_are_those_of_decoded_pieces(hosts):
-    """Accumulated without sends, added to what was there, with unused parameters; two runs agree
-    to the bit. The second codec of each has error feedback.
+    """The programs accumulate gradients without sending them, add sums to existing gradients, and
+    leave parameters unused; two runs agree to the bit. In each entry of CODECS, the second codec
+    is tested with error feedback.
     """
     run_ranks(programs, len(hosts), env=on_hosts.counted_as(hosts), hosts=hosts)
 
@@ -117,8 +121,8 @@ def test_sums_are_those_of_decoded_pieces(hosts):
 @pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 @pytest.mark.parametrize("hosts", ["ab", "abc"])
 def test_sums_of_gpus_are_those_of_a_wire(hosts):
-    """Each GPU counts as a host: codes go from one to all others. Units without codes are summed by
-    NCCL, here in the order of ranks.
+    """Each GPU counts as a host, so that codes go from each GPU to all others. NCCL sums units
+    without codes, here in the order of ranks.
     """
     run_ranks(programs, len(hosts), env=env.environment(SIMNCCL_RANK_ORDER="1"), hosts=hosts)
 
@@ -213,7 +217,9 @@ def test_bytes_and_memory_over_nccl(rank, world):
 
 
 def check_bytes_and_memory(rank, world):
-    """Bytes of gathers and gradients, planned to the byte; the trace has what was sent."""
+    """Check the bytes of gathers and gradients: memory equals the plan to the byte, and the trace
+    has the bytes that were sent.
+    """
     policy = QuantizedPolicy(reduce_codec="int4")
     model = nn.Sequential(shard(policy, reshard_after_forward=False))
     fully_shard(model, mp_policy=policy)
@@ -232,7 +238,7 @@ def check_bytes_and_memory(rank, world):
 
 
 class Scaled(nn.Module):
-    """A module whose weight's gradient is the input."""
+    """A module for which the gradient of the weight is the input."""
 
     def __init__(self):
         super().__init__()
@@ -244,8 +250,9 @@ class Scaled(nn.Module):
 
 @ranks(2, env=on_hosts.counted_as("ab"))
 def test_error_feedback_sends_what_rounding_lost(rank, world, tmp_path):
-    """Values that int4 makes 0 in each step arrive; what is not finite leaves what is kept; loading
-    a state dict drops it.
+    """int4 rounds small values to 0 in each step; with error feedback, their sum is sent in later
+    steps. A gradient that is not finite does not spoil the kept errors, and loading a state dict
+    drops the kept errors.
     """
     x = torch.randn(64, 300, generator=torch.Generator().manual_seed(rank))
     x[:, 0] = 40.0
@@ -288,8 +295,9 @@ def test_error_feedback_sends_what_rounding_lost(rank, world, tmp_path):
 @ranks(2, env=on_hosts.counted_as("ab"))
 @pytest.mark.parametrize("frozen_first", [False, True])
 def test_error_feedback_and_freezing(rank, world, frozen_first):
-    """A parameter that is frozen for a while finds what it kept; thawing one that never sent
-    anything drops what others kept, and it is sent with feedback from then on.
+    """A parameter that is frozen for a while keeps its rounding errors. Unfreezing a parameter that
+    was never sent drops the errors of the other parameters; from then on, this parameter is sent
+    with feedback.
     """
     policy = QuantizedPolicy(codec=None, reduce_codec="int4", error_feedback=True)
 
@@ -346,7 +354,7 @@ def test_where_nothing_is_sent_to_a_rank_that_sums_nothing_is_coded(rank, world,
 @pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 @ranks(4, env=env.environment(SIMNCCL_RANK_ORDER="1"))
 def test_replicas_of_gpus_sum_what_is_decoded(rank, world):
-    """Coded between the two shards of a replica, plain between the replicas."""
+    """Gradients are coded between the two shards of a replica, but not between the replicas."""
     policy = QuantizedPolicy(codec=None, reduce_codec="int4", reduce_dtype=torch.bfloat16)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ranks"))
     model, plain = shard(policy, mesh=mesh), Parts()
@@ -361,7 +369,7 @@ def test_replicas_of_gpus_sum_what_is_decoded(rank, world):
         assert torch.equal(found, (sums[0] + sums[1]) * 0.25)
     assert fsdpc.memory_report(model).equal
     sent = [e for e in model._get_fsdp_state()._tree.trace() if e["op"] == "send"]
-    last = {event["unit"]: event["bytes"] for event in sent}  # sums: half of them, to and fro
+    last = {event["unit"]: event["bytes"] for event in sent}  # a unit's last send sums its replicas
     stats = fsdpc.memory_stats(model)
     assert sum(last.values()) == stats["master_bytes"]
     assert sum(event["bytes"] for event in sent) == stats["sent_bytes"]

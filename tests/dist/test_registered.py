@@ -1,6 +1,7 @@
-"""Parameters that the program adds or replaces after sharding: those that no unit manages are named
-by the next forward, those of a unit cannot be replaced or changed in the middle of one, and what is
-written there reaches no other rank.
+"""Tests of parameters that the program adds or replaces after sharding. If no unit manages a
+parameter that needs gradients, the next forward raises an error with its name. Parameters of a unit
+cannot be replaced or changed in the middle of a forward, and values that are written in a forward
+reach no other rank.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def test_what_no_unit_manages(rank, world, interface):
         loss_of(model, tokens(rank, 0)).backward()
 
     for add in (adapter, embedding, below_a_unit):
-        for before in (True, False):  # the first forward, or a later one
+        for before in (True, False):  # before the first forward, or before a later one
             model, inner = build(interface)
             if not before:
                 step(model)
@@ -250,8 +251,8 @@ def test_parameters_over_common_memory(rank, world, interface):
 
 @ranks(2)
 def test_values_lent_to_a_sharded_class(rank, world):
-    """Refused by whatever name functional_call lends a value, for units inside others too: a unit
-    would compute with its own shards. The model is as before.
+    """Values that functional_call lends to a unit are refused under whatever name, also for units
+    inside others, because a unit would compute with its own shards. The model stays as it was.
     """
     x = torch.ones(3, 4)
     for flat, nested in ((True, False), (True, True), (False, True)):
@@ -276,7 +277,9 @@ def test_values_lent_to_a_sharded_class(rank, world):
 
 @ranks(2)
 def test_what_stands_for_a_flat_parameter(rank, world):
-    """Another tensor in its place, or in a parameter's, is named; buffers go to their module."""
+    """An error names a tensor that replaces a flat parameter or a parameter of a unit. Buffers that
+    are lent reach their module.
+    """
     model = wrap("fsdpc", nn.Sequential(nn.Linear(4, 4), wrap("fsdpc", nn.BatchNorm1d(4))))
     x = torch.ones(2, 4)
     inner, flat = model.module, model.module._flat_param
@@ -290,7 +293,7 @@ def test_what_stands_for_a_flat_parameter(rank, world):
     with pytest.raises(fsdpc.StateError, match="'0.weight' of unit .*summon_full_params"):
         model(x)
     inner[0].weight = weight
-    lent = {"1.running_mean": torch.full((4,), 9.0)}  # by the name without the wrapper's
+    lent = {"1.running_mean": torch.full((4,), 9.0)}  # the name leaves out the wrapper's part
     functional_call(model, lent, (x,))
     assert 0 < (lent["1.running_mean"] - 9).abs().max() < 2
     assert model.module[1].module.running_mean.abs().max() < 2
@@ -300,7 +303,9 @@ def test_what_stands_for_a_flat_parameter(rank, world):
 @ranks(2)
 @pytest.mark.parametrize("interface", ["class", "fully_shard"])
 def test_a_parameter_set_past_the_modules_setattr(rank, world, interface):
-    """In the table of parameters and as an attribute, which hides the table's entry."""
+    """The parameter is set in the table of parameters and as a plain attribute,
+    which hides the entry of the table.
+    """
     model = shard(nn.Sequential(nn.Linear(4, 4)), interface)
     x = torch.ones(2, 4)
     model(x)
@@ -308,7 +313,7 @@ def test_a_parameter_set_past_the_modules_setattr(rank, world, interface):
     linear._parameters["weight"] = new
     object.__setattr__(linear, "weight", new)
     out = model(x)
-    assert (out > 7).all()  # 8, and the bias
+    assert (out > 7).all()  # 4 * 2.0, plus the bias
     out.sum().backward()
     assert "weight" not in linear.__dict__
     torch.optim.SGD(model.parameters(), lr=1.0).step()

@@ -1,4 +1,6 @@
-"""ShardedGradScaler: agreement on infinities, parity with a local scaler on an unsharded model."""
+"""Tests of ShardedGradScaler: ranks agree on infinities,
+and results equal those of a local scaler on an unsharded model.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("kind", GRADIENTS)
 def test_a_step_skips_for_infinities_and_only_reads_finite_gradients(kind, monkeypatch):
-    """torch's check, which writes every gradient, runs unless a pass of sums finds all finite."""
+    """fsdpc first sums the gradients. If the sums show that all gradients are finite, fsdpc does
+    not call torch's check, which writes every gradient; otherwise it calls torch's check.
+    """
     grad, skips, only_read = GRADIENTS[kind]
     param = nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype))
     param.grad = grad.clone() if kind == "sparse" else grad
@@ -101,7 +105,7 @@ def test_a_step_skips_for_infinities_and_only_reads_finite_gradients(kind, monke
     monkeypatch.setattr(torch.amp.GradScaler, "_unscale_grads_", check)
 
     class Fused(torch.optim.SGD):
-        _step_supports_amp_scaling = True  # the scaler checks and does not divide
+        _step_supports_amp_scaling = True  # the scaler only checks the gradients, without dividing
 
         def step(self):
             found.append(float(self.found_inf))
@@ -117,7 +121,9 @@ def test_a_step_skips_for_infinities_and_only_reads_finite_gradients(kind, monke
 @BOTH
 @pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3], ids=lambda s: s.name)
 def test_training_equals_an_unsharded_model(rank, world, engine, use_orig_params, strategy):
-    """fp16 compute, a scale that grows and that falls: losses, scales, skips and parameters."""
+    """With fp16 compute and a scale that grows and falls, losses, scales, skipped steps and
+    parameters equal those of an unsharded model.
+    """
     options = {"init_scale": 2.0**13, "growth_interval": 2}
     model = wrap_blocks(
         engine,
@@ -189,7 +195,7 @@ def test_over_a_wire(rank, world):
 
 @ranks(3)
 def test_a_rank_without_any_gradient(rank, world, engine):
-    """The one parameter is smaller than the number of ranks."""
+    """The only parameter has fewer elements than there are ranks."""
     model = wrap_blocks(engine, nn.Linear(1, 1, bias=False), use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = scaler_of(engine, init_scale=8.0)
@@ -224,7 +230,7 @@ def test_unscaled_before_clipping_and_only_once(rank, world, engine):
 @ranks(2)
 @BOTH
 def test_gradients_kept_in_half_precision(rank, world, engine, use_orig_params):
-    """keep_low_precision_grads: fp16 gradients are unscaled in place and may be accumulated."""
+    """With keep_low_precision_grads, fp16 gradients are unscaled in place and can accumulate."""
     model = wrap_blocks(
         engine,
         toy(),
@@ -268,7 +274,7 @@ def one_does_not_step(rank, world):
     if rank == 0:
         scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
     else:
-        dist.barrier()  # until rank 0 has gone
+        dist.barrier()  # wait until rank 0 has ended
 
 
 def test_a_rank_that_does_not_come_is_named():
@@ -279,7 +285,7 @@ def test_a_rank_that_does_not_come_is_named():
 
 @ranks(2)
 def test_flags_on_a_device_need_no_host_sync(rank, world):
-    """The code that a GPU runs, here on the CPU; torch may not read a value."""
+    """The CPU runs the code that is meant for GPUs; torch must not read the value of a tensor."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from fsdpc.sharded_grad_scaler import _agree_on_device

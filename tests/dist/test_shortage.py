@@ -1,4 +1,6 @@
-"""An allocation that fails keeps its exception and gets one report; other ranks get the cause."""
+"""Tests of allocations that fail: the exception stays as it is and gets one report,
+and other ranks get the cause.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ class Block(nn.Module):
         x = self.up(x)
         if self.asks == "forward":
             x = x + torch.ones(LARGE).sum()
-        if self.asks == "backward":  # index's backward makes the whole tensor, in torch's own code
+        if self.asks == "backward":  # torch's backward allocates LARGE elements
             x = x + x.flatten()[:1].expand(LARGE)[torch.tensor([0, 1])].sum()
         return x
 
@@ -86,7 +88,7 @@ def note_of(caught) -> str:
 @ranks(1)
 @pytest.mark.parametrize("front", ["fsdp", "fully_shard"])
 def test_every_phase_is_reported(rank, world, front):
-    """Under a limit of the address space: type and text of the error stay, one note is added."""
+    """Under a limit of the address space, the error keeps its type and text and gets one note."""
     sharded = model(front)
     optimizer = torch.optim.AdamW(sharded.parameters())
     step(sharded, optimizer)
@@ -132,8 +134,8 @@ def test_the_states_of_each_optimizer_are_planned(rank, world, name):
     note = note_of(caught)
     [line] = [line for line in note.splitlines() if line.startswith("optimizer states ")]
     _, planned, actual = re.split(r"  +", line.rstrip())
-    but = {"sgd": "-", "adamw8bit": "0.38 MiB"}  # each parameter begins a block of its own
-    but["adafactor"] = "10.03 KiB"  # beside numbers of steps
+    but = {"sgd": "-", "adamw8bit": "0.38 MiB"}  # with 8 bits, each parameter begins a new block
+    but["adafactor"] = "10.03 KiB"  # the plan does not count the step counters
     assert planned == but.get(name, actual), line
 
 
@@ -141,12 +143,14 @@ def test_the_states_of_each_optimizer_are_planned(rank, world, name):
 @ranks(1)
 @pytest.mark.parametrize("front", ["fsdp", "fully_shard"])
 def test_advice_is_about_the_moment_that_failed(rank, world, front):
-    """Before the first step there are no states: fewer bits for them would free nothing."""
+    """Before the first step there are no optimizer states,
+    so that states of fewer bits would free nothing.
+    """
     sharded = model(front, 4096)
     optimizer = torch.optim.AdamW(sharded.parameters())
     for states in (False, True):
         blocks(sharded)[1].asks = "backward"
-        limit(3 * ROOM)  # room for one block's gradient, not for what the other asks
+        limit(3 * ROOM)  # room for the gradient of one block, but not for what block 1 asks for
         with pytest.raises(RuntimeError, match="can't allocate") as caught:
             step(sharded, optimizer, 4096)
         note = note_of(caught)
@@ -205,7 +209,7 @@ def test_the_other_ranks_get_the_cause(front):
     assert outcomes[0].error.startswith("PeerError: rank 1")
     assert "out of memory on rank 1 of 2 in backward of unit 1" in outcomes[0].error
     assert noticed.HEAD not in outcomes[0].traceback.partition("its error")[0]
-    assert outcomes[0].finished_at - outcomes[1].finished_at < 25  # not the deadline of 30 s
+    assert outcomes[0].finished_at - outcomes[1].finished_at < 25  # far below the deadline of 30 s
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -217,7 +221,7 @@ def test_the_other_ranks_get_the_cause_over_a_wire(hosts):
     for other in (outcomes[0], outcomes[2]):
         assert re.match(r"PeerError: .*rank 1( \(pid \d+\))? gave up", other.error), other.error
         assert said in other.error, other.error
-        assert other.finished_at - outcomes[1].finished_at < 25  # not the deadline of 30 s
+        assert other.finished_at - outcomes[1].finished_at < 25  # far below the deadline of 30 s
 
 
 @ranks(1)
@@ -226,7 +230,7 @@ def test_a_report_that_fails_masks_nothing(rank, world):
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     step(sharded, optimizer)
     blocks(sharded)[1].asks = "forward"
-    limit(0)  # no room at all: the report has only the reserve
+    limit(0)  # the report has only the reserve of memory
     with pytest.raises(RuntimeError, match="can't allocate") as caught:
         step(sharded, optimizer)
     assert "what would free most" in note_of(caught)

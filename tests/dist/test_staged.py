@@ -1,4 +1,6 @@
-"""GPUs whose ranks staged through host memory, on simulated ones: values, training, errors."""
+"""Tests of ranks on simulated GPUs whose collectives are staged through host memory:
+values, training, errors.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
 
 
 def named(kind: str) -> str:
-    """What the communicator calls itself."""
+    """Return the kind that the communicator reports."""
     return "c10d" if kind == "wire" else kind
 
 
@@ -39,7 +41,7 @@ def test_values(rank, world, kind):
     comm = connect(kind)
     assert (comm.kind, comm.device, comm.rank, comm.world) == (named(kind), 0, rank, world)
     before = _C.cuda_waits(0)
-    for n in (7, 70_000):  # the room in host memory grows
+    for n in (7, 70_000):  # the staging buffer in host memory grows
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             comm.all_reduce(values := torch.full((n,), rank + 1, dtype=dtype))
             assert bool((values == world * (world + 1) // 2).all())

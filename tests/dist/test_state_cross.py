@@ -1,5 +1,5 @@
-"""Checkpoints between torch's FSDP1, FSDP2, the unsharded model and fsdpc, on other numbers of
-ranks: weights equal to the bit.
+"""Tests of checkpoints between torch's FSDP1, FSDP2, the unsharded model and fsdpc, on different
+numbers of ranks: weights stay equal to the bit.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def read_and_write(rank, world, source, target, kind):
 @pytest.mark.long
 @pytest.mark.parametrize("ours", OURS)
 def test_a_journey(tmp_path, ours):
-    """FSDP1 on 2 ranks, fsdpc on 3, FSDP2 on 1, fsdpc on 2, and back to plain torch."""
+    """A checkpoint goes from FSDP1 on 2 ranks to fsdpc on 3, to FSDP2 on 1,
+    to fsdpc on 2 and to the unsharded model.
+    """
     paths = [str(tmp_path / str(i)) for i in range(4)]
     run_ranks(write, 2, path=paths[0], kind="fsdp1")
     for i, (world, kind) in enumerate([(3, ours), (1, "fsdp2"), (2, ours)]):

@@ -1,4 +1,6 @@
-"""torch.distributed.checkpoint.state_dict on fsdpc models, and on everything beside them."""
+"""Tests of torch.distributed.checkpoint.state_dict on fsdpc models and
+on the other models that it accepts.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def test_broadcast_from_rank_0(rank, world, kind):
 @ranks(2)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_several_dtypes_and_ties(rank, world, use_orig_params):
-    """More than one flat parameter in a unit; some parameters frozen, some without rows."""
+    """A unit may have several flat parameters. Some parameters are frozen, and one is 0-dim."""
     expected = copy.deepcopy(mixed(seed=1).state_dict())
     model, other = (wrap("fsdpc", mixed(s), use_orig_params=use_orig_params) for s in (0, 1))
     state = get_model_state_dict(other)
@@ -232,14 +234,16 @@ def write_in_background(rank, world, path, kind):
     model = build(kind, toy(seed=1))
     state = get_model_state_dict(model)
     future = dcp.async_save(state, checkpoint_id=path)
-    with torch.no_grad():  # what is written is the state at the call
+    with torch.no_grad():  # the checkpoint must keep the values from before
         for param in model.parameters():
             param.zero_()
     future.result()
 
 
 def test_saved_in_the_background(tmp_path):
-    """DTensors only: torch's staging of dicts cannot copy a ShardedTensor, whoever made it."""
+    """Background saves work only with DTensors, because torch's staging of dicts cannot copy a
+    ShardedTensor, whichever class made it.
+    """
     run_ranks(write_in_background, 2, path=str(tmp_path), kind="fsdpc-mesh")
     run_ranks(read, 3, path=str(tmp_path), kind="fsdpc-mesh")
 
@@ -247,7 +251,9 @@ def test_saved_in_the_background(tmp_path):
 @ranks(2)
 @pytest.mark.parametrize("first", ["install", "model"])
 def test_under_torchs_name(rank, world, first):
-    """With fsdpc.install() before or after the bridge, and after fsdpc.uninstall()."""
+    """State dicts work if install() is called before or after the first model is made, and also
+    after uninstall().
+    """
     model = build("fsdpc", toy(seed=1)) if first == "model" else None
     fsdpc.install()
     try:

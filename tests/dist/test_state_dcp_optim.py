@@ -1,5 +1,5 @@
-"""Optimizer states of fsdpc models by torch.distributed.checkpoint.state_dict: equal to the
-unsharded optimizer's, in every form, on disk and on another number of ranks.
+"""Tests of optimizer states of fsdpc models through torch.distributed.checkpoint.state_dict: they
+equal those of the unsharded optimizer in every form, on disk and on another number of ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def trained(rank, world, *, seed=0, steps=2, mesh=False, **options):
 
 
 def check(run, expected):
-    """Checks what the run's optimizer holds now, by names."""
+    """Check the present states of the run's optimizer, by parameter names."""
     with typed(run.model, torch.distributed.fsdp.StateDictType.FULL_STATE_DICT):
         check_dict(type(run.model).optim_state_dict(run.model, run.optim), expected)
 
@@ -72,7 +72,7 @@ def test_broadcast_from_rank_0(rank, world, use_orig_params):
 @ranks(2)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_flattened(rank, world, use_orig_params):
-    """The form for pipelines: one level of keys."""
+    """The flattened form, which pipelines use, has a single level of keys."""
     run = trained(rank, world, use_orig_params=use_orig_params)
     state = get_optimizer_state_dict(run.model, run.optim, options=FLATTENED)
     exp_avg = run.expected()["state"]["head.bias"]["exp_avg"]

@@ -1,4 +1,6 @@
-"""LOCAL_STATE_DICT: flat parameters as they lie, and where they do not exist."""
+"""Tests of LOCAL_STATE_DICT: flat parameters as ranks hold them, and models without
+flat parameters.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,7 @@ def read(rank, world, path):
     model = wrap_blocks("fsdpc", toy())
     with typed(model, LOCAL):
         state = model.state_dict()
-        load(path, state)  # into the shards themselves
+        load(path, state)  # load() writes directly into the shards
         model.load_state_dict(state)
     same(model.state_dict(), toy(seed=1).state_dict())
 
@@ -127,7 +129,7 @@ def test_on_disk(tmp_path, worlds):
 @ranks(2, 3)
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_one_cut_for_all_precisions(rank, world, low):
-    """What a float32 run saves of its flat parameters and their optimizer fits a bf16 run."""
+    """Flat parameters and optimizer states that a float32 run saves fit a run in low precision."""
     policies = (None, MixedPrecision(low, low), MixedPrecision(reduce_dtype=low))
     models = [wrap_blocks("fsdpc", toy(seed=i), mixed_precision=p) for i, p in enumerate(policies)]
     optimizers = [torch.optim.Adam(model.parameters()) for model in models]
@@ -146,7 +148,7 @@ def test_one_cut_for_all_precisions(rank, world, low):
 
 
 class Even(torch.nn.Module):
-    """Sizes that fsdpc and torch cut at the same places."""
+    """A model whose sizes make fsdpc and torch shard at the same places."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -169,7 +171,9 @@ def plain_values(state):
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_original_parameters_as_torch_saves_them(rank, world, offload):
-    """This rank's elements of each parameter, and the flat parameter; torch cannot load them."""
+    """The dict has this rank's elements of each parameter, and the flat parameter;
+    torch cannot load such a dict.
+    """
     states = []
     for engine in ("fsdpc", "torch.distributed.fsdp"):
         model = wrap_blocks(engine, Even(), torch.nn.Linear, use_orig_params=True)
@@ -222,7 +226,7 @@ def test_original_parameters_that_do_not_fit(rank, world):
     same(model.state_dict(), toy().state_dict())
 
 
-ALLOWED = [  # what loading a dict of torch's class needs
+ALLOWED = [  # the classes that loading a dict of torch's class needs
     *(Shard, ShardMetadata, ShardedTensor, ShardedTensorMetadata, TensorProperties),
     *(ChunkShardingSpec, MEM_FORMAT_ENCODING, _remote_device, getattr),
     ShardedTensor.ProcessGroupState,

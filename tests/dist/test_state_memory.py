@@ -1,6 +1,7 @@
-"""Memory that a state dict costs, measured: the peak of the process above its steady state.
+"""Tests of the memory that a state dict needs,
+measured as the peak of the process above its steady state.
 
-The kernel keeps the peak (VmHWM) and lets a process set it back to the present (clear_refs).
+The kernel records the peak (VmHWM) and lets a process set it back to the present size (clear_refs).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def megabytes(field: str) -> float:
 
 
 def peak_of(call) -> float:
-    """MB by which this process grew at most during the call, including what the call keeps."""
+    """Return the most MB by which this process grew in the call, including the call's result."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = megabytes("VmRSS")
@@ -57,7 +58,7 @@ def peak_of(call) -> float:
 
 
 def give_back_at_once() -> None:
-    """Let malloc map every big block by itself, so that nothing freed stays in its heap."""
+    """Make malloc map every large block separately, so that no freed memory stays in the heap."""
     m_mmap_threshold = -3
     assert ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 20) == 1
 
@@ -66,7 +67,7 @@ def measure(rank, world, kind, config, engine, load):
     give_back_at_once()
     model = wrap(engine, Stack(), auto_wrap_policy=ModuleWrapPolicy({Layer}), use_orig_params=True)
     with typed(model, kind, config):
-        kept = [model.state_dict()]  # maps the peers' pages, which exist anyway
+        kept = [model.state_dict()]  # this call maps other ranks' pages, which exist anyway
         if load:
             return peak_of(lambda: model.load_state_dict(kept[0]))
         kept.clear()
@@ -93,7 +94,7 @@ def test_full_on_ranks_that_do_not_keep_it(wire):
 
 @pytest.mark.parametrize("wire", [None, "wire"])
 def test_sharded_gathers_nothing(wire):
-    """A save costs a rank its own rows, and over a wire also a transfer buffer."""
+    """A save costs a rank the memory of its own rows and, over a wire, also a transfer buffer."""
     extra = UNIT_MB + NOISE_MB if wire else NOISE_MB
     for peak in peaks(SHARDED, wire=wire):
         assert peak < MODEL_MB / 2 + extra
@@ -101,13 +102,15 @@ def test_sharded_gathers_nothing(wire):
 
 @pytest.mark.parametrize("wire", [None, "wire"])
 def test_loading_sharded_gathers_nothing(wire):
-    """Rows of two units are on the way, the root's and one layer's; the caller holds the dict."""
+    """A rank holds rows of two units at a time, those of the root and of one layer. The dict is not
+    counted, because it exists before the load.
+    """
     extra = UNIT_MB + NOISE_MB if wire else NOISE_MB
     for peak in peaks(SHARDED, wire=wire, load=True):
         assert peak < 2 * UNIT_MB / 2 + extra
 
 
 def test_loading_full():
-    """A rank holds full copies of the units on the way; the caller holds the dict."""
+    """A rank holds full copies of two units at a time. The dict exists before the load."""
     for peak in peaks(FULL, load=True):
         assert peak < 2 * UNIT_MB + NOISE_MB

@@ -1,4 +1,6 @@
-"""The SHARDED form of one value: blocks of rows equal to torch's, as ShardedTensor and DTensor."""
+"""Tests of the SHARDED form of one value. Its blocks of rows are in a ShardedTensor or a DTensor,
+and equal the blocks of rows that torch makes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""SHARDED_STATE_DICT: values equal to the unsharded model's, in the form of torch's."""
+"""Tests of SHARDED_STATE_DICT: its values equal those of the unsharded model, and its tensors
+have the same types as in torch's state dicts.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,8 @@ def test_hybrid(rank, world, mesh):
 @pytest.mark.parametrize("names", [None, ("data", "model")])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_a_mesh_with_a_dimension_that_nothing_is_sharded_over(rank, world, names, strategy):
-    """Sharded over dimension 0: rows of a 1-D mesh. Values on the other dimension may differ."""
+    """A model that is sharded over dimension 0 of a mesh saves its values as rows of a 1-D mesh.
+    The values of ranks that differ in the other dimension may differ."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     options = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
     column = mesh.get_local_rank(1)
@@ -148,7 +151,8 @@ def test_a_mesh_with_a_dimension_that_nothing_is_sharded_over(rank, world, names
 
 @ranks(4)
 def test_rows_over_another_dimension_of_the_mesh_are_gathered(rank, world):
-    """torch's class cuts values so on such a mesh: every rank must take part, or none."""
+    """The state dict holds values as torch's FullyShardedDataParallel shards them on such a mesh,
+    over dimension 1. To load them, every rank must gather a value, or no rank may."""
     mesh = init_device_mesh("cpu", (2, 2))
     model = wrap_blocks("fsdpc", toy(), device_mesh=mesh)
     expected = toy(seed=1).state_dict()
@@ -400,7 +404,8 @@ def test_during_forward_is_refused(rank, world):
 
 @ranks(2)
 def test_a_module_that_writes_in_its_own_way(rank, world):
-    """The module's hook casts what is saved: rows are cast, and stay rows."""
+    """A module's state dict hook casts the values that are saved. Rows are cast too, and remain
+    rows."""
     model = toy()
     model.head._register_state_dict_hook(
         lambda m, state, prefix, _: state.update(

@@ -1,4 +1,6 @@
-"""Small parameters that torch's optimizers step as one tensor: the bits of torch's fully_shard."""
+"""Tests of small parameters that torch's optimizers step as one tensor. The results must be bitwise
+equal to those of torch's fully_shard.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class Layer(nn.Module):
 
 
 class Training:
-    """A model, an optimizer and one step of both."""
+    """A sharded model with its optimizer."""
 
     def __init__(self, shard, make, dim=None, layers=2) -> None:
         torch.manual_seed(0)
@@ -72,7 +74,8 @@ class Training:
         return [local(tensor).detach().clone() for tensor in found]
 
     def runs(self) -> int:
-        """How many runs the plans of all groups have; 0 without plans."""
+        """Return how many runs the plans of all parameter groups have, or 0 if there are no plans.
+        A run is several small parameters that are stepped as one tensor."""
         collect = self.optimizer.__dict__.get(INIT_GROUP)
         made = None if collect is None else collect.args[1]
         return sum(len(plan.runs) for plan in made._plans.values()) if made else 0
@@ -268,7 +271,7 @@ def test_programs(rank, world):
         what = f"program {number} ({before.__name__})"
         one, results = outcome(fsdpc.fully_shard, make, before, layers=1)
         assert one.runs() > 0, what
-        if world == 2:  # torch adds three ranks in another order
+        if world == 2:  # torch adds the gradients of three ranks in another order
             _, others = outcome(torch_fully_shard, make, before, layers=1)
             assert_same(results, others, what)
         else:

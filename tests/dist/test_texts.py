@@ -1,4 +1,4 @@
-"""Short texts that ranks show each other before they have a communicator."""
+"""Tests of short texts that ranks exchange before they have a communicator."""
 
 from __future__ import annotations
 

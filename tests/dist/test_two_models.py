@@ -1,6 +1,8 @@
-"""Two sharded models in one program, of which one runs inside the other's forward or backward: a
-teacher, a perceptual loss, checkpoints that alternate. Ranks sleep at random places, so that they
-drift apart as far as they can; the parameters after all steps must be those of unsharded copies.
+"""Tests of two sharded models in one program, one of which runs inside the other's forward or
+backward: a teacher, a perceptual loss, checkpoints that alternate.
+
+Ranks sleep at random places, so that they drift apart as far as they can. The parameters after all
+steps must equal those of unsharded copies.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ both_ways = pytest.mark.parametrize("use_orig_params", [True, False])
 
 
 class Taught(Block):
-    """A block that runs `inner` between its own operations, and sleeps around it."""
+    """A block that calls `sleep`, computes, calls `inner` on its output, and calls `sleep`
+    again."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +69,8 @@ def batch_of(rank, step):
 
 
 def set_inner(student, inner, sleep=nothing, at=(2, 5)):
-    """`at`: the last unit of either slot, so that a rank behind wants the slot for another unit."""
+    """Let the blocks with the indices `at` call `inner` on their outputs. Blocks 2 and 5, the
+    default, use different gather slots."""
     found = [m for m in student.modules() if isinstance(m, Taught)]
     for i, block in enumerate(found):
         block.inner = inner if i in at else sleep
@@ -106,7 +110,8 @@ INNER = {"no_grad": teach_no_grad, "through": teach_through, "backward": teach_i
 
 
 def train(rank, world, student, step_of, steps=STEPS):
-    """Trains `student` sharded and unsharded; `step_of(model, batch, step, plain)` is the loss."""
+    """Train `student`, a pair of a sharded model and its unsharded copy, and compare the
+    parameters. `step_of(model, batch, step, plain)` returns the loss."""
     optimizer = torch.optim.SGD(student[0].parameters(), lr=0.05)
     plain_optimizer = torch.optim.SGD(student[1].parameters(), lr=0.05)
     for step in range(steps):
@@ -160,7 +165,7 @@ def test_teacher_inside_on_four_ranks(rank, world, mode):
 @pytest.mark.parametrize("mode", INNER)
 @ranks(2, 3, env=DEADLINE)
 def test_teacher_of_another_group(rank, world, mode):
-    """The ranks of the teacher's group wait in another segment."""
+    """The teacher has its own process group, so its ranks wait in another shared memory segment."""
     distil(rank, world, 3, mode, True, dist.new_group(list(range(world))))
 
 
@@ -168,7 +173,7 @@ def test_teacher_of_another_group(rank, world, mode):
 @pytest.mark.parametrize("mode", INNER)
 @ranks(4, env=DEADLINE)
 def test_teacher_of_a_smaller_group(rank, world, mode):
-    """Ranks 0 and 1 share one teacher, ranks 2 and 3 another copy."""
+    """Ranks 0 and 1 share one copy of the teacher, and ranks 2 and 3 share another copy."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     distil(rank, world, 4, mode, True, pairs[rank // 2])
 
@@ -177,7 +182,7 @@ def test_teacher_of_a_smaller_group(rank, world, mode):
 @both_ways
 @ranks(2, 3, env=DEADLINE)
 def test_checkpoints_that_alternate(rank, world, use_orig_params):
-    """Two models take turns, each recomputed inside the other's backward."""
+    """Two models run in turn, and each is recomputed inside the other's backward."""
     plain = nn.ModuleList([blocks(0, 4, Taught), blocks(1, 4, Taught)])
     sharded = nn.ModuleList(
         wrap_blocks("fsdpc", copy.deepcopy(m), Taught, use_orig_params=use_orig_params)
@@ -209,7 +214,8 @@ def test_checkpoints_that_alternate(rank, world, use_orig_params):
 @pytest.mark.parametrize("same_group", [True, False])
 @ranks(2, 3, env=DEADLINE)
 def test_a_step_in_another_order(rank, world, same_group):
-    """Rank 1 evaluates the teacher after a student's forward, the others before it."""
+    """In every third step, rank 1 evaluates the teacher after the student's forward, and the other
+    ranks evaluate the teacher before it."""
     group = None if same_group else dist.new_group(list(range(world)))
     plain_teacher, plain = blocks(1, 4).requires_grad_(False), blocks(0, 6, Taught)
     teacher = wrap_blocks("fsdpc", copy.deepcopy(plain_teacher), process_group=group)
@@ -231,8 +237,9 @@ def test_a_step_in_another_order(rank, world, same_group):
 
 @ranks(2, 3, env=DEADLINE)
 def test_teacher_that_follows(rank, world):
-    """A teacher that averages the student and is moved on before each forward, which no backward
-    counts: values of an earlier step would show."""
+    """The teacher's parameters are averaged with the student's before each forward, without a
+    backward of the teacher in between. Values that were gathered in an earlier step would change
+    the results."""
     plain, plain_teacher = blocks(0, 6, Taught), blocks(0, 6, Taught).requires_grad_(False)
     sharded = wrap_blocks("fsdpc", copy.deepcopy(plain), Taught, use_orig_params=True)
     teacher = wrap_blocks("fsdpc", copy.deepcopy(plain_teacher), Taught, use_orig_params=True)
@@ -240,7 +247,7 @@ def test_teacher_that_follows(rank, world):
 
     def step_of(model, x, step, unsharded):
         judge = plain_teacher if unsharded else teacher
-        if not unsharded or step_of.moved != step:  # the reference runs once for each rank
+        if not unsharded or step_of.moved != step:  # the unsharded teacher moves once for all ranks
             step_of.moved = step
             with torch.no_grad():
                 for p, q in zip(judge.parameters(), model.parameters(), strict=True):
@@ -257,7 +264,8 @@ def test_teacher_that_follows(rank, world):
 
 
 def sum_in_both_directions(y):
-    """As in an exchange between experts: one collective of torch in forward, one in backward."""
+    """Call one collective of torch in forward and one in backward, as an exchange between experts
+    does."""
     dist.all_reduce(y.detach().clone())
     if y.requires_grad:
         y.register_hook(lambda grad: dist.all_reduce(grad.clone()) and None)
@@ -267,7 +275,7 @@ def sum_in_both_directions(y):
 @both_ways
 @ranks(2, 3, timeout=120, env=DEADLINE)
 def test_collectives_inside(rank, world, use_orig_params):
-    """Each unit runs a collective of torch's while the next one is gathered ahead of need."""
+    """Each unit calls a collective of torch while the next unit is being prefetched."""
     plain = blocks(0, 6, Taught)
     sharded = wrap_blocks(
         "fsdpc",
@@ -296,5 +304,5 @@ def run_fewer_steps(rank, world):
 
 def test_ranks_that_have_left_are_not_waited_for():
     outcomes = run_ranks(run_fewer_steps, 2, faults=True, env={"FSDPC_TIMEOUT": "30"})
-    # Not the deadline's error: the wait ended before the deadline.
+    # The error is not a timeout, because the wait ended before the deadline.
     assert "rank 1 has left" in (outcomes[0].error or ""), outcomes[0].log

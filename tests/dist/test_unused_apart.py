@@ -1,6 +1,8 @@
-"""Ranks that leave different parameters unused, where collectives match by order alone: on the
-simulated GPU and over a wire. The results are the unsharded model's, and no unit is held longer
-than on other ranks.
+"""Tests of ranks that leave different parameters unused, over communicators that match collectives
+by their order alone: those of the simulated GPU and of a wire.
+
+The results must equal the unsharded model's. No unit may need spare memory, which is private memory
+that the engine maps in place of a slot.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ KINDS = ["parameter", "gate", "depth", "none", "experts", "frozen", "nested"]
 
 
 class Layer(nn.Module):
-    """One unit. What a rank leaves unused when `left` is true depends on the kind."""
+    """A unit. If `left` is true, a rank leaves parameters of the unit unused; `kind` determines
+    which ones."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -86,7 +89,8 @@ def stack(kind: str, reentrant: bool | None = None) -> Stack:
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
-    """Rank 0 leaves out something of unit 2, rank 1 of unit 4; in later steps of other units."""
+    """Return the loss of a forward. In step 0, rank 0 leaves parameters of unit 2 unused, and rank
+    1 leaves parameters of unit 4 unused. In later steps, these are other units."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     left = {(2 + 2 * rank + step) % UNITS} | ({UNITS - 1} if step == 2 and rank else set())
     return model(torch.randn(3, WIDTH, generator=generator), left, rank).square().mean()
@@ -114,7 +118,7 @@ def plainly(model: nn.Module, rank: int, step: int, scale: float) -> None:
 
 
 def in_one_backward(model: nn.Module, rank: int, step: int, scale: float) -> None:
-    """One backward of two forwards."""
+    """Run one backward for the sum of the losses of two forwards."""
     (scale * (loss_of(model, rank, step) + loss_of(model, rank, step + 10))).backward()
 
 
@@ -188,7 +192,7 @@ def train(
     ("world", "wire", "door", "kind"), subset(itertools.product([2, 3], WIRES, DOORS, KINDS))
 )
 def test_units_that_ranks_use_in_part(world: int, wire: str, door: str, kind: str):
-    """No unit takes spare memory, and all ranks gather and reduce in one order."""
+    """No unit uses spare memory, and all ranks gather and reduce the units in the same order."""
     traces = run_ranks(train, world, env=WIRES[wire], kind=kind, door=door)
     for trace in traces:
         assert "spare" not in {op for op, _ in trace}
@@ -239,7 +243,8 @@ class Spare(Block):
 
 @ranks(1, 2)
 def test_gradients_beside_an_unused_parameter_are_summed_before_the_end(rank, world):
-    """In each backward from the second on, the unit is done when its inputs have gradients."""
+    """From the second backward on, a unit's gradients are summed before backward ends, although one
+    of its parameters is never used."""
     model = wrap_blocks("fsdpc", nn.Sequential(Spare(), Spare()), Spare, use_orig_params=True)
     last, seen = model.module[1]._unit, []
     for step in range(5):

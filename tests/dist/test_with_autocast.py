@@ -1,4 +1,6 @@
-"""``torch.autocast`` around sharded models: its copies of weights do not outlive a forward."""
+"""Tests of ``torch.autocast`` around sharded models. The copies of weights that autocast makes do
+not outlive a forward.
+"""
 
 from __future__ import annotations
 

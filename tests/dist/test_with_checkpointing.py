@@ -1,5 +1,6 @@
-"""Activation checkpointing as frameworks apply it: to a plain model, to a wrapped one, and with
-random numbers that must be drawn again alike. Which modules are units must not matter.
+"""Tests of activation checkpointing as frameworks apply it: to a plain model, to a wrapped model,
+and with random numbers that a recomputation must draw again. The results must not depend on which
+modules are units.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ both_ways = pytest.mark.parametrize("use_orig_params", [True, False])
 
 
 class Dropping(nn.Module):
-    """Blocks with dropout between; a step's seed decides its masks."""
+    """A model with dropout inside its blocks. The seed of a step determines the dropout masks."""
 
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
@@ -97,8 +98,8 @@ def apply(model, implementation, by):
 @orders
 @pytest.mark.parametrize("unit", [nn.Sequential, Block], ids=lambda u: u.__name__)
 def test_apply_activation_checkpointing(rank, world, order, implementation, use_orig_params, unit):
-    """Checkpointed modules that are units, and that contain units; names stay clean, and each unit
-    is gathered twice a step: what is recomputed finds it gathered."""
+    """Checkpointed modules may be units or contain units. The names in the state dict do not
+    change, and a recomputation gathers no unit again: each unit is gathered twice in a step."""
     model = make()
     names = list(model.state_dict())
     reference = Reference(model)
@@ -137,8 +138,8 @@ def test_other_strategies(rank, world, implementation, strategy):
 
 
 class Whole(nn.Module):
-    """Checkpoints all of a model; the zero is for reentrant checkpoints, which need an input that
-    wants a gradient."""
+    """A module that checkpoints a whole model. Reentrant checkpoints need an input that requires a
+    gradient, so `zero` is passed as such an input."""
 
     def __init__(self, inner: nn.Module, reentrant: bool) -> None:
         super().__init__()
@@ -167,7 +168,8 @@ def test_a_checkpoint_around_the_whole_model(rank, world, order, use_orig_params
 
 
 class CallsCheckpoint(Dropping):
-    """Calls torch.utils.checkpoint itself, on units and around what calls them."""
+    """A model that calls torch.utils.checkpoint itself: on each unit, or with `span` on a function
+    that calls several units."""
 
     def __init__(self, reentrant: bool, preserve: bool, span: bool) -> None:
         super().__init__(blocks=4)
@@ -202,8 +204,8 @@ def test_checkpoint_in_forward(rank, world, reentrant, use_orig_params, span):
 @ranks(2)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_preserve_rng_state(rank, world, reentrant):
-    """With preserve_rng_state dropout is drawn again alike, without it is not: torch's own promise,
-    which gathering in between must not break."""
+    """With preserve_rng_state=True, a recomputation draws the same dropout masks again; with False
+    it does not. torch promises this, and gathering during a recomputation must not change it."""
     for preserve in (True, False):
         torch.manual_seed(0)
         model = CallsCheckpoint(reentrant, preserve, span=False)
@@ -222,20 +224,22 @@ def test_preserve_rng_state(rank, world, reentrant):
 @ranks(2)
 @both_ways
 def test_activations_offloaded(rank, world, use_orig_params):
-    """offload_wrapper keeps activations in another copy; names and values are the same."""
+    """offload_wrapper keeps copies of the activations; the names and values of the model stay the
+    same."""
     model = make()
     names = list(model.state_dict())
     reference = Reference(model)
     model.blocks = nn.ModuleList(offload_wrapper(block) for block in model.blocks)
     model = wrap_blocks("fsdpc", model, nn.Sequential, use_orig_params=use_orig_params)
-    train(rank, model, reference, rtol=1e-5)  # copies lie in another order
+    train(rank, model, reference, rtol=1e-5)  # the elements of the copies lie in another order
     assert list(model.state_dict()) == names
 
 
 @ranks(2)
 @both_ways
 def test_both_kinds_in_one_model(rank, world, use_orig_params):
-    """Reentrant inside one unit, not reentrant around the next, one block left alone."""
+    """One block has a reentrant checkpoint inside its unit, the next block a checkpoint without
+    reentry around its unit, and one block has none."""
     model = make()
     reference = Reference(model)
     model.blocks[0] = checkpoint_wrapper(model.blocks[0], checkpoint_impl=CheckpointImpl.REENTRANT)

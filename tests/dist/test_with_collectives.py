@@ -1,9 +1,11 @@
-"""collectives="c10d": torch's own tools see and count everything that a step exchanges.
+"""Tests of collectives="c10d": torch's own tools see and count everything that ranks exchange in a
+step.
 
-With FULL_SHARD a step costs each unit two all-gathers and one reduce-scatter, less a gather where
-backward still finds the values in the unit's slot, and the whole tree one all-gather of bits (which
-parameters got a gradient anywhere). Before each gather and reduce
-the ranks compare which unit they mean, by an all-gather of marks; trust_order leaves that out.
+With FULL_SHARD, a step costs each unit two all-gathers and one reduce-scatter. A unit whose values
+are still in its slot in backward costs one all-gather less. The whole tree costs one further
+all-gather of bits, which tell which parameters got a gradient on any rank. Before each gather and
+each reduction, the ranks compare which unit they are about to exchange, by an all-gather of marks;
+trust_order leaves out this comparison.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ import fsdpc
 
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 SCATTER = "reduce_scatter_single" if GATHER == "all_gather_single" else "reduce_scatter_tensor"
-BLOCKS, SLOTS = 5, 2  # the last two blocks' values are still there when backward begins
+# the values of the last two blocks are still in their slots when backward begins
+BLOCKS, SLOTS = 5, 2
 UNITS = BLOCKS + 1
 STEPS = 2
-# For tests of counts: poison destroys what is still in a slot, which is then gathered again.
+# The environment of tests that count gathers. FSDPC_POISON=1 would destroy the values that are
+# still in a slot, and the unit would be gathered again.
 WITHOUT_POISON = {"FSDPC_POISON": "0"}
 GATHERS = {
     ShardingStrategy.FULL_SHARD: UNITS + BLOCKS - SLOTS,
@@ -37,11 +41,13 @@ FULL = GATHERS[ShardingStrategy.FULL_SHARD]
 
 
 class Counting:
-    """torch.distributed with functions that count their calls, and the small ones apart."""
+    """A context in which torch.distributed's functions count their calls. The all-gathers by which
+    ranks compare their turns are counted under "turns"."""
 
     def __init__(self, world: int) -> None:
         self.calls: Counter[str] = Counter()
-        self.small = 20 * world  # bytes of a comparison of turns: a mark of each rank
+        # bytes of a comparison of turns: one mark of 20 bytes from each rank
+        self.small = 20 * world
 
     def __enter__(self) -> Counter[str]:
         self.before = {name: getattr(dist, name) for name in (GATHER, SCATTER, "all_reduce")}
@@ -63,7 +69,7 @@ class Counting:
 
 
 def warm(rank, **options):
-    """A sharded model after its first step, which also compares models."""
+    """Return a sharded model after its first step, in which the ranks also compare their models."""
     model = wrap_blocks("fsdpc", toy(blocks=BLOCKS), use_orig_params=True, **options)
     loss_of(model, tokens(rank, 0)).backward()
     return model
@@ -85,10 +91,10 @@ def test_calls_of_a_step(rank, world, strategy, trust_order):
         step(model, rank)
     gathers = STEPS * GATHERS[strategy]
     if strategy is ShardingStrategy.NO_SHARD:
-        # one sum per unit, and one gather of bits for all
+        # one all-reduce for each unit, and one all-gather of bits for all units together
         assert calls == {"all_reduce": STEPS * UNITS, GATHER: STEPS}, calls
         return
-    # One gather more as a backward ends: which parameters were used.
+    # One further all-gather, at the end of a backward, tells which parameters were used.
     expected = {GATHER: gathers + STEPS, SCATTER: STEPS * UNITS}
     if not trust_order:
         expected["turns"] = gathers + STEPS * UNITS + STEPS
@@ -102,13 +108,14 @@ def test_calls_with_one_slot(rank, world):
     model = warm(rank)
     with Counting(world) as calls:
         step(model, rank)
-    # The root and the last block stay gathered; one gather more as a backward ends.
+    # The root and the last block stay gathered. The end of a backward needs one further all-gather.
     assert calls[GATHER] == STEPS * (2 * UNITS - 2 + 1), calls
 
 
 @ranks(2)
 def test_calls_under_shared_memory(rank, world):
-    """No calls: the ranks of a host need no collectives."""
+    """A step calls no collectives, because the ranks of one host exchange everything through shared
+    memory."""
     model = warm(rank)
     with Counting(world) as calls:
         step(model, rank)
@@ -120,7 +127,7 @@ def test_communication_debug_mode(rank, world):
     fsdpc.set_collectives("c10d", trust_order=True)
     model = warm(rank)
     mode = CommDebugMode()
-    with mode:  # one step only: the mode counts on one forward per module
+    with mode:  # only one step, because the mode expects one forward per module
         loss_of(model, tokens(rank, 1)).backward()
     counts = {str(op).split(".")[-1]: n for op, n in mode.get_comm_counts().items() if n}
     assert counts == {"_allgather_base_": FULL + 1, "_reduce_scatter_base_": UNITS}, counts
@@ -141,13 +148,14 @@ def test_flight_recorder(rank, world):
     before = recorded()
     step(model, rank)
     new = recorded() - before
-    assert new.total() == STEPS * (FULL + UNITS + 1), new  # gloo reduces by more than one name
+    # gloo records reductions by several names
+    assert new.total() == STEPS * (FULL + UNITS + 1), new
 
 
 @ranks(1, env=WITHOUT_POISON)
 def test_fake_process_group(rank, world):
-    """One process stands for rank 1 of 4: the shapes, the memory and the calls of a step are those
-    of a real one; values are not."""
+    """One process with a fake process group stands for rank 1 of 4. The shapes, the memory and the
+    calls of a step are those of a real rank; the values are not."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()
@@ -194,7 +202,8 @@ def test_ranks_that_disagree_about_trust(rank, world):
 @ranks(2, 3, env={"FSDPC_COLLECTIVES": "c10d"})
 @pytest.mark.parametrize("grad", [True, False])
 def test_models_in_another_order(rank, world, grad):
-    """The ranks' collectives would match: both models have the same names and shapes."""
+    """Both models have the same names and shapes, so the ranks' collectives would match. The ranks
+    notice nevertheless that they run different models."""
     student, teacher = (wrap_blocks("fsdpc", toy()) for _ in range(2))
     for model in (student, teacher):
         loss_of(model, tokens(rank, 0)).backward()

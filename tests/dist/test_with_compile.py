@@ -1,7 +1,7 @@
-"""torch.compile of the modules inside units, before and after wrapping, and of a whole model.
+"""Tests of torch.compile on modules inside units, before and after wrapping, and on a whole model.
 
-A unit gathers each step as often as without the compiler, and no graph is broken inside a block:
-what is compiled sees full parameters only.
+Units are gathered as often as without the compiler, and no graph breaks inside a block: compiled
+code sees only full parameters.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from toys import Block, Reference, check_equal, full_parameters, loss_of, tokens
 from fsdpc import fully_shard, optim
 from fsdpc.optim._places import local_of
 
-LOADED_BY_RANKS = ["torch._inductor.compile_fx"]  # the compiler, which each rank would import
+# Modules that are imported once, before the ranks are forked.
+LOADED_BY_RANKS = ["torch._inductor.compile_fx"]
 STEPS = 2
-patient = {"timeout": 300.0, "env": {"FSDPC_TIMEOUT": "200"}}  # compilers take their time
+patient = {"timeout": 300.0, "env": {"FSDPC_TIMEOUT": "200"}}  # compilation takes long
 
 
 def compile_before(model, way, backend):
@@ -33,7 +34,7 @@ def compile_before(model, way, backend):
 
 
 def compile_after(model, way, backend):
-    """Compiles the model or parts of it, and returns what is called in a step."""
+    """Compile the model or parts of it, and return the module that a step calls."""
     for i, unit in enumerate(model.module.blocks):
         if way == "after":
             model.module.blocks[i] = torch.compile(unit, backend=backend)
@@ -69,7 +70,7 @@ def train_compiled(rank, way, backend, rtol=0.0, **options):
         check_equal(got, reference.parameters(), f"{way}, after step {step}", rtol=rtol)
     done = Counter(e["op"] for e in model._tree.trace())
     assert done["gather"] == 2 * STEPS * 3 and done["reduce"] == STEPS * 3, done
-    assert counters["stats"]["unique_graphs"] == 1, counters  # one for both blocks, unbroken
+    assert counters["stats"]["unique_graphs"] == 1, counters  # both blocks share one graph
     return model
 
 
@@ -91,19 +92,20 @@ def test_compiled_blocks(rank, world, use_orig_params):
 @pytest.mark.long
 @ranks(2, **patient)
 def test_backend_inductor(rank, world, tmp_path):
-    """The one test that runs a C++ compiler; both ranks use one cache."""
+    """The only test that runs a C++ compiler. Both ranks use the same cache."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     import torch._inductor.config
 
-    torch._inductor.config.cpp.simdlen = 1  # else torch compiles to see what this CPU can do
-    torch._inductor.config.cpp_cache_precompile_headers = True  # torch's, which all kernels include
+    torch._inductor.config.cpp.simdlen = 1  # else torch compiles programs to probe this CPU
+    torch._inductor.config.cpp_cache_precompile_headers = True  # all kernels include torch's header
     train_compiled(rank, "after_in_place", "inductor", use_orig_params=True, rtol=1e-5)
 
 
 @ranks(2, **patient)
 def test_mixed_precision(rank, world):
-    """The compiled blocks compute in bf16; equal to the same model with nothing compiled."""
+    """The compiled blocks compute in bf16. The parameters equal those of the same model with
+    nothing compiled."""
     options = {
         "use_orig_params": True,
         "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -120,8 +122,8 @@ def test_mixed_precision(rank, world):
 
 @ranks(2, **patient)
 def test_state_dicts_and_policies(rank, world):
-    """A callable policy wraps compiled modules as a whole too, and names are those of the compiled
-    model that is not sharded."""
+    """A callable policy also wraps compiled modules as a whole, and the names are those of the
+    compiled model that is not sharded."""
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
     def small(module, recurse, nonwrapped_numel):
@@ -146,7 +148,7 @@ def test_state_dicts_and_policies(rank, world):
 @pytest.mark.long
 @ranks(1)
 def test_nothing_of_the_compiler_is_imported(rank, world):
-    """A training step alone does not pay for the compiler's import."""
+    """A training step alone does not import the compiler."""
     import subprocess
     import sys
 
@@ -175,7 +177,8 @@ class Branches(nn.Module):
 @pytest.mark.long
 @ranks(2, **patient)
 def test_units_inside_a_compiled_block(rank, world):
-    """The policy wraps parts of a compiled block: graphs break at the units, values hold."""
+    """The policy wraps parts of a compiled block. The graphs break at the units, and the values are
+    correct."""
     torch.manual_seed(0)
     model = Branches()
     reference = Reference(UncompiledBranches(model))
@@ -200,7 +203,7 @@ class UncompiledBranches(nn.Module):
 @pytest.mark.long
 @ranks(1, **patient)
 def test_the_wrappers_frame_is_not_traced(rank, world):
-    """Where the whole model is compiled, each unit's forward runs as it is."""
+    """If the whole model is compiled, the compiler does not trace the wrapper's own forward."""
     from torch._dynamo.convert_frame import input_codes
 
     from fsdpc import FullyShardedDataParallel
@@ -214,7 +217,8 @@ def test_the_wrappers_frame_is_not_traced(rank, world):
 
 @ranks(2, **patient)
 def test_steps_of_optimizers_in_a_compiled_function(rank, world):
-    """As torch's tutorial compiles ``optimizer.step()``: to the bits of uncompiled steps."""
+    """A compiled ``optimizer.step()``, as in torch's tutorial, gives bitwise the same results as
+    uncompiled steps."""
     torch._dynamo.reset()
     for kind, shard in (("AdamW", wrap_blocks), ("Muon", lambda _, m: fully_shard(m))):
         found = []
@@ -237,7 +241,8 @@ def test_steps_of_optimizers_in_a_compiled_function(rank, world):
 @pytest.mark.long
 @ranks(2, **patient)
 def test_hooks_of_fully_shard_beside_whole_graphs(rank, world):
-    """Blocks that must compile as one graph; units of one module and of two, outputs cast."""
+    """Modules must compile as one graph inside units of one module and of two modules, with forward
+    hooks and with outputs that are cast."""
     from fsdpc import MixedPrecisionPolicy, fully_shard
 
     model = toy()

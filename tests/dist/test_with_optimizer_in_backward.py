@@ -1,6 +1,6 @@
-"""Hooks and optimizers that wait for a parameter's gradient, put on sharded parameters.
+"""Tests of hooks and optimizers that run when a sharded parameter's gradient is ready.
 
-The unsharded model does the same in its own backward; both must end with equal parameters.
+An unsharded model gets the same batches. Both models must end with equal parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from toys import (
 
 both_ways = pytest.mark.parametrize("use_orig_params", [True, False])
 STEPS = 3
-LOADED_BY_RANKS = ["torch.distributed.optim"]  # it compiles for a while, once
+# A module that is imported once, before the ranks are forked, because the import compiles code.
+LOADED_BY_RANKS = ["torch.distributed.optim"]
 
 
 def apply_in_backward(*about):
@@ -48,7 +49,8 @@ def apply_in_backward(*about):
 @pytest.mark.parametrize("collectives", ["shm", "wire"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_optimizer_in_backward(rank, world, strategy, collectives, when):
-    """AdamW steps inside backward, applied before or after wrapping; nobody else steps."""
+    """AdamW steps inside backward, whether it is applied before or after wrapping. No other
+    optimizer steps."""
     from torch.distributed.optim import _get_in_backward_optimizers
 
     os.environ["FSDPC_COLLECTIVES"] = collectives
@@ -69,7 +71,7 @@ def test_optimizer_in_backward(rank, world, strategy, collectives, when):
         reference.backward(tokens(rank, step))
         optimizer.step()
         optimizer.zero_grad()
-        # gloo has its own order of adding three ranks
+        # gloo adds the gradients of three ranks in its own order
         check_equal(
             full_parameters(model),
             reference.parameters(),
@@ -80,7 +82,8 @@ def test_optimizer_in_backward(rank, world, strategy, collectives, when):
 
 @ranks(2)
 def test_optimizer_in_backward_for_some_parameters(rank, world):
-    """Other parameters keep their gradients for an optimizer outside."""
+    """Parameters without an optimizer in backward keep their gradients for an optimizer outside of
+    backward."""
     model = toy()
     reference = Reference(model)
     model = wrap_blocks("fsdpc", model, use_orig_params=True)
@@ -105,8 +108,8 @@ def test_optimizer_in_backward_for_some_parameters(rank, world):
 @both_ways
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
 def test_post_accumulate_grad_hooks(rank, world, use_orig_params, mixed):
-    """Hooks run once per backward for each parameter, on every rank in one order, with the reduced
-    gradient in place: the value that the optimizer would see after backward."""
+    """Hooks run once per backward for each parameter, in the same order on every rank. They see the
+    reduced gradient, which is the value that an optimizer would see after backward."""
     options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)} if mixed else {}
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params, **options)
     heard: list[tuple[str, torch.Tensor]] = []
@@ -157,7 +160,8 @@ def test_a_step_in_a_hook_written_by_hand(rank, world, use_orig_params):
 
 @ranks(2)
 def test_accumulation_and_no_sync(rank, world):
-    """Under no_sync no hook is called; else each backward calls it, with the sum so far."""
+    """Under no_sync, no hook is called. Otherwise each backward calls the hook with the sum of the
+    gradients so far."""
     model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
     calls = []
     first = next(model.parameters())
@@ -192,7 +196,8 @@ class Half(nn.Module):
 
 @ranks(2)
 def test_units_that_some_ranks_ran(rank, world):
-    """A parameter that any rank used calls its hook on all ranks; else its hook is not called."""
+    """If any rank used a parameter, the parameter's hook is called on all ranks; else the hook is
+    not called."""
     torch.manual_seed(0)
     model = wrap_blocks("fsdpc", Half(), use_orig_params=True)
     heard = []
@@ -205,7 +210,8 @@ def test_units_that_some_ranks_ran(rank, world):
 
 @ranks(1, 2)
 def test_an_exception_in_a_hook(rank, world):
-    """The error leaves backward(), the gradients are complete, and the next step is sound."""
+    """backward() raises the error that a hook raises. The gradients are complete, and the next step
+    is correct."""
     model = toy()
     reference = Reference(model)
     model = wrap_blocks("fsdpc", model, use_orig_params=True)
@@ -245,7 +251,8 @@ def test_hooks_that_will_not_be_called_are_reported(rank, world):
 
 @ranks(2)
 def test_optimizer_in_backward_on_a_flat_parameter(rank, world):
-    """torch refuses it; here the flat parameter hears like any other."""
+    """torch refuses an optimizer in backward on a flat parameter. fsdpc calls the optimizer for a
+    flat parameter as for any other parameter."""
     model = toy()
     reference = Reference(model)
     model = wrap_blocks("fsdpc", model)

@@ -1,5 +1,6 @@
-"""Other wrappers in the same program: DDP beside and around, torch's fully_shard, tensor parallel
-parameters. Each works as without fsdpc, or one sentence says why not and what to do.
+"""Tests of other wrappers in the same program: DDP beside and around fsdpc, torch's fully_shard,
+and tensor-parallel parameters. Each wrapper works as it does without fsdpc, or an error says in one
+sentence why the wrapper cannot work, and what to do.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ both_collectives = pytest.mark.parametrize("collectives", ["auto", "wire"])
 
 
 def sgd(*modules):
-    params = {id(p): p for m in modules for p in m.parameters()}  # once, where they share some
+    params = {id(p): p for m in modules for p in m.parameters()}  # modules may share parameters
     return torch.optim.SGD(params.values(), lr=0.1)
 
 
@@ -55,7 +56,7 @@ def turn(*optimizers):
 @both_ways
 @both_collectives
 def test_ddp_beside(rank, world, use_orig_params, collectives):
-    """A generator under fsdpc and a critic under DDP, in one loss and one backward."""
+    """A generator under fsdpc and a critic under DDP train by one loss and one backward."""
     fsdpc.set_collectives(collectives)
     generator, critic = toy(seed=0), nn.Linear(13, 1)
     references = Reference(generator), Reference(critic)
@@ -86,7 +87,7 @@ def test_ddp_beside(rank, world, use_orig_params, collectives):
             f"critic after step {step}",
             rtol=1e-5,
         )
-        with torch.no_grad():  # DDP's mean may round once more: go on from one value
+        with torch.no_grad():  # DDP's mean may round once more, so both go on from DDP's values
             for p, q in zip(critic.parameters(), references[1].master.parameters(), strict=True):
                 q.copy_(p)
 
@@ -99,7 +100,8 @@ def refresh(reference):
 
 
 class Mixed(nn.Module):
-    """A plain root whose block is sharded and whose ends DDP replicates."""
+    """An unsharded root module. Its block is sharded, and DDP replicates its other layers
+    (`ends`)."""
 
     def __init__(self, ends: nn.Module, block: nn.Module) -> None:
         super().__init__()
@@ -150,7 +152,7 @@ def full(model):
 @ranks(2)
 @both_ways
 def test_ddp_of_what_fsdpc_ignores(rank, world, use_orig_params):
-    """The embedding is ignored by fsdpc and replicated by a DDP module of its own."""
+    """fsdpc ignores the embedding, and a separate DDP module replicates it."""
     model = toy()
     reference = Reference(model)
     model.embed = DDP(model.embed)
@@ -169,7 +171,8 @@ def test_ddp_of_what_fsdpc_ignores(rank, world, use_orig_params):
 @ranks(2)
 @both_ways
 def test_ddp_around_an_fsdpc_model(rank, world, use_orig_params):
-    """DDP gets only what fsdpc ignores; if that is nothing, DDP says that it is not needed."""
+    """DDP gets only the parameters that fsdpc ignores. If fsdpc ignores none, DDP says that it is
+    not needed."""
     model = toy()
     reference = Reference(model)
     sharded = wrap_blocks(
@@ -222,7 +225,7 @@ def test_fully_shard_beside(rank, world, use_orig_params, collectives):
 
 @ranks(2)
 def test_units_of_two_kinds_in_one_tree_are_refused(rank, world):
-    """The error names a parameter of fully_shard inside a unit, and the way out."""
+    """The error names a parameter that fully_shard made inside a unit, and says how to go on."""
     model = toy()
     fully_shard(model.blocks[0], mesh=init_device_mesh("cpu", (world,)))
     with pytest.raises(ValueError, match=r"parameter 'blocks.0.norm.weight'.*DTensor.*fully_shard"):
@@ -230,7 +233,7 @@ def test_units_of_two_kinds_in_one_tree_are_refused(rank, world):
 
 
 class Parallel(nn.Module):
-    """A block whose linear layers a mesh dimension splits."""
+    """A block whose linear layers are split over a mesh dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +251,8 @@ PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 @ranks(4)
 def test_tensor_parallel_parameters_are_refused(rank, world):
-    """The error names the mesh dimension, before anything is sharded or waited for."""
+    """The error names the mesh dimension. The error is raised before any parameter is sharded and
+    before any rank waits."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     model = parallelize_module(Parallel(), mesh["model"], PLAN)
     with pytest.raises(
@@ -263,13 +267,14 @@ def test_tensor_parallel_parameters_are_refused(rank, world):
 @ranks(4)
 @both_ways
 def test_tensor_parallel_beside(rank, world, use_orig_params):
-    """The way out: the split layers are ignored, each data-parallel rank averages their gradients,
-    and fsdpc shards the rest over the data dimension."""
+    """Tensor parallelism is supported in this way: fsdpc ignores the tensor-parallel layers, and
+    shards the other parameters over the data dimension. The program itself averages the gradients
+    of the tensor-parallel layers over the data-parallel ranks."""
     torch.manual_seed(0)
     model = Parallel()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     data = mesh["data"].get_local_rank()
-    # every model-parallel rank has the batch of its data-parallel rank
+    # The ranks of one tensor-parallel group get the same batch.
     reference = Reference(model)
     parallelize_module(model, mesh["model"], PLAN)
     split = [p for p in model.parameters() if isinstance(p, DTensor)]
@@ -295,7 +300,7 @@ def test_tensor_parallel_beside(rank, world, use_orig_params):
 
 
 def by_kind(kind, module):
-    """A unit for each block, and one for the rest."""
+    """Shard `module`, with one unit for each block and one unit for the other parameters."""
     if kind != "fully_shard":
         return wrap_blocks("fsdpc", module, use_orig_params=kind == "original")
     for block in module.children():
@@ -304,7 +309,7 @@ def by_kind(kind, module):
 
 
 class ByTransforms(nn.Module):
-    """A part of the model inside torch.func's transforms, in the model's forward."""
+    """A model that calls one of its blocks by torch.func.vjp inside its own forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,7 +355,8 @@ def test_transforms_of_torch_func(rank, world, kind):
 
 
 class ReturnsWeight(Block):
-    """Returns a view of a weight, which is used when the unit has been released."""
+    """A module that returns a view of its weight. The view is used after the unit has been
+    released."""
 
     def forward(self, x):
         return self.up.weight[: x.shape[0]]
@@ -385,7 +391,7 @@ def test_views_of_weights_that_units_return_inside_transforms(rank, world, kind,
     }
     with torch.no_grad():
         for run in programs.values():
-            for each in (model, expected):  # before a pass that a transform begins
+            for each in (model, expected):  # change the parameters before each transform
                 for p in each.parameters():
                     p.data = p.data * 0.5
             torch.testing.assert_close(run(model), run(expected))

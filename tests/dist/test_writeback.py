@@ -1,5 +1,5 @@
-"""What users do to sharded parameters and gradients outside of a step: new data, other objects in
-their places, gradients cleared, zeroed and replaced, flags changed, parameters deleted.
+"""Tests of what users do to sharded parameters and gradients outside of a step: they assign new
+data and other parameters, clear, zero and replace gradients, change flags, and delete parameters.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def by_name(model):
 
 
 def loss_equals(model, reference, rank, step, what):
-    """The next forward, and every way of reading whole values, see the reference's values."""
+    """Check that the next forward, and every way of reading full values, give the reference's
+    values."""
     check_equal(
         {"loss": loss_of(model, tokens(rank, step)).detach()},
         {"loss": loss_of(reference, tokens(rank, step)).detach()},
@@ -77,14 +78,15 @@ def test_data_of_the_same_shape(rank, world, engine, use_orig_params, strategy):
         for p in plain.parameters():
             p.data *= 1.5
         loss_equals(model, plain, rank, step, f"step {step}")
-        optimizer.step()  # no gradients: nothing moves
+        optimizer.step()  # without gradients, no parameter changes
         optimizer.zero_grad()
 
 
 @ranks(2)
 @STRATEGIES
 def test_an_optimizer_steps_new_data(rank, world, strategy):
-    """The next gradient lands where the parameter is, and the values that it moves are used."""
+    """If new data is assigned between backward and step, the optimizer changes the new data, and
+    the next forward uses it."""
     model = sharded(sharding_strategy=strategy)
     reference = Reference(toy())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -104,7 +106,7 @@ def test_an_optimizer_steps_new_data(rank, world, strategy):
 @ranks(2, 3)
 @STRATEGIES
 def test_whole_values_on_every_rank(rank, world, strategy):
-    """Nobody can know how a parameter is cut: whole values are taken, too."""
+    """A program cannot know how a parameter is sharded, so full values may be assigned too."""
     model = sharded(sharding_strategy=strategy)
     other = toy(seed=5)
     for name, p in by_name(model).items():
@@ -132,7 +134,7 @@ def test_another_shape_is_refused_by_name(rank, world, use_orig_params):
     model = sharded(use_orig_params=use_orig_params)
     name, param = list(by_name(model).items())[-1]
     param.data = torch.zeros(4, 5)
-    what = name if use_orig_params else "norm.weight"  # the first parameter inside
+    what = name if use_orig_params else "norm.weight"  # the flat parameter's first member
     text = r"(?s)Cannot writeback when the parameter shape changes"
     text += rf".*\[4, 5\].*'{what}' of unit .*rank"
     with pytest.raises(RuntimeError, match=text):
@@ -154,7 +156,8 @@ def test_initialising_shards_in_place(rank, world, engine, use_orig_params):
 @ranks(2, 3)
 @STRATEGIES
 def test_another_parameter_in_its_place(rank, world, engine, strategy):
-    """The new object is the unit's from then on: sharded, with gradients, for a new optimizer."""
+    """After the assignment, the unit uses the new parameter object: the new parameter is sharded
+    and gets gradients, and a new optimizer can step it."""
     model = sharded(engine, sharding_strategy=strategy)
     old = model.head.weight
     loss_of(model, tokens(rank, 0)).backward()
@@ -256,7 +259,8 @@ def test_a_parametrization_after_wrapping_says_the_way_out(rank, world, how):
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zeroed_between_no_sync_passes(rank, world, use_orig_params, strategy, mixed, set_to_none):
-    """zero_grad discards gradients that wait from no_sync, by None or by zeros."""
+    """zero_grad discards the gradients that no_sync has accumulated, whether it sets gradients to
+    None or to zeros."""
     options = {}
     if mixed:
         options["mixed_precision"] = MixedPrecision(
@@ -283,7 +287,8 @@ def test_zeroed_between_no_sync_passes(rank, world, use_orig_params, strategy, m
 @ranks(2, 3)
 @BOTH
 def test_what_waits_stays_when_zeros_are_scaled(rank, world, use_orig_params):
-    """Clipping and scaling between no_sync passes leave waiting gradients alone."""
+    """Clipping and scaling ``grad`` between no_sync passes do not change the gradients that no_sync
+    has accumulated."""
     one, two = (sharded(use_orig_params=use_orig_params) for _ in range(2))
     for model in (one, two):
         with model.no_sync():
@@ -316,7 +321,8 @@ def test_one_parameter_zeroed_between_no_sync_passes(rank, world):
 @BOTH
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_sums_then_waiting_then_zeroed(rank, world, use_orig_params, set_to_none):
-    """A synchronised pass, a pass without, zero_grad, and one more of each."""
+    """A synchronized pass, a pass under no_sync and then zero_grad leave no gradients: a further
+    pass of each kind gives the gradients of a fresh model."""
     one, two = (sharded(use_orig_params=use_orig_params) for _ in range(2))
     loss_of(one, tokens(rank, 7)).backward()
     with one.no_sync():
@@ -349,7 +355,7 @@ def test_some_gradients_dropped_between_micro_batches(rank, world, sync):
 @ranks(2, 3)
 @BOTH
 def test_a_gradient_dropped_before_the_step_stays_where_it_is(rank, world, engine, use_orig_params):
-    """No gradient, no step, no weight decay."""
+    """A parameter without a gradient is not stepped, and weight decay does not change it."""
     model = sharded(engine, use_orig_params=use_orig_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     loss_of(model, tokens(rank, 0)).backward()
@@ -380,7 +386,8 @@ def test_a_gradient_before_the_first_backward(rank, world, strategy):
 
 @ranks(1)
 def test_attributes_that_the_user_replaces_on_the_type(rank, world):
-    """The engine calls torch's C functions of a type only as long as the type has them."""
+    """The engine calls torch's C functions for an attribute only as long as nobody has replaced
+    this attribute on the parameter's type."""
     model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
     plain = toy()
     field, read = torch.Tensor.grad, []
@@ -417,7 +424,8 @@ def halve(params):
 
 @ranks(2)
 def test_weights_changed_between_forward_and_backward(rank, world):
-    """Units that were released would be gathered with other values than the forward used."""
+    """Backward raises an error, because the units that were released would be gathered with other
+    values than the forward used."""
     wrong = "was changed on rank . between its forward and this backward"
     makes = {"original": sharded, "flat": lambda: sharded(use_orig_params=False), "rows": rows}
     for kind, make in makes.items():
@@ -428,7 +436,7 @@ def test_weights_changed_between_forward_and_backward(rank, world):
         halve(params)
         with pytest.raises(fsdpc.StateError, match=wrong):
             loss.backward()
-        if kind == "rows":  # every rank has a part of each parameter
+        if kind == "rows":  # every rank has a shard of each parameter
             block = list(model.blocks[1].parameters())
             for change in (lambda p: p.data.mul_(2), torch.no_grad()(lambda p: p.mul_(2))):
                 loss = loss_of(model, tokens(rank, 0))
@@ -439,17 +447,17 @@ def test_weights_changed_between_forward_and_backward(rank, world):
             loss = loss_of(model, tokens(rank, 0))
             dist.barrier()
             local = block[4]._local_tensor.data.view(-1)
-            local[len(local) // 3] += 1  # found by a digest of all elements: FSDPC_POISON=1
+            local[len(local) // 3] += 1  # FSDPC_POISON=1 compares a digest of all elements
             with pytest.raises(fsdpc.StateError, match=wrong):
                 loss.backward()
-            y = model.blocks[0](torch.ones(2, 6)).sum()  # does not use the other block
+            y = model.blocks[0](torch.ones(2, 6)).sum()  # does not use block 1
             dist.barrier()
             halve(block)
             y.backward()
         loss = loss_of(model, tokens(rank, 1))
         dist.barrier()
         halve(params)
-        for param in params:  # as before: an evaluation with other weights
+        for param in params:  # restore the weights, as after an evaluation with other weights
             param.data.mul_(2)
         loss.backward()
         assert all(p.grad is not None for p in params if p.numel() > 0), kind

@@ -1,11 +1,11 @@
-"""Small models and the unsharded reference that the multi-rank tests compare with.
+"""Small models, and the unsharded reference with which the multi-rank tests compare.
 
-`Reference` trains an unsharded copy as the ranks together should: every rank runs its own batch on
-the copy, the ranks' gradients are exchanged through torch.distributed alone, added in rank order
-in the accumulation type and multiplied by 1 / world. Where the engine adds in the same order, its
-gradients and parameters must be equal to the bit.
+`Reference` trains an unsharded copy as all ranks together should. Every rank runs its own batch on
+the copy. The ranks exchange their gradients through torch.distributed only, add them in rank order
+in the accumulation type, and multiply the sum by 1 / world. Where the engine adds in the same
+order, its gradients and parameters must be bitwise equal.
 
-Full values are read through the public interface only, so the same tests run on torch's FSDP.
+Full values are read through the public interface only, so the same tests also run on torch's FSDP.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-# Where models are: the CPU, or the GPU that all ranks share (pytest --gpu cuda).
+# The device of models: the CPU, or the GPU that all ranks share (pytest --gpu cuda).
 ON_GPU = os.environ.get("FSDPC_TEST_GPU") == "cuda"
 PLACE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 
-FLAT = "_flat_param"  # in the name of every flat parameter
+FLAT = "_flat_param"  # a part of the name of every flat parameter
 
 
 class Block(nn.Module):
-    """A residual block; sizes that no number of ranks divides."""
+    """A residual block. Its 155 elements (with the default sizes) cannot be divided evenly among 2,
+    3 or 4 ranks."""
 
     def __init__(self, width: int = 6, hidden: int = 11) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Embedding, blocks and a head; forward(tokens) returns logits."""
+    """A model of an embedding, blocks and a head. forward(tokens) returns logits."""
 
     def __init__(self, blocks: int = 2, width: int = 6, vocabulary: int = 13) -> None:
         super().__init__()
@@ -85,19 +86,21 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def wrap(engine: str, module: nn.Module, **options: Any) -> nn.Module:
-    """FullyShardedDataParallel of the engine on CPU ranks."""
+    """Wrap `module` in the FullyShardedDataParallel of the package `engine`, on the device of
+    models."""
     options.setdefault("device_id", PLACE)
     return importlib.import_module(engine).FullyShardedDataParallel(module, **options)
 
 
 def wrap_blocks(engine: str, module: nn.Module, *classes: type, **options: Any) -> nn.Module:
-    """One unit per module of the classes (default: Block), and the root's own."""
+    """Wrap each module of `classes` (default: Block) as a unit, and the root as a further unit."""
     policy = torch.distributed.fsdp.wrap.ModuleWrapPolicy(set(classes or (Block,)))
     return wrap(engine, module, auto_wrap_policy=policy, **options)
 
 
 def shard_blocks(model: nn.Module, shard: Any = None, **options: Any) -> nn.Module:
-    """fsdpc's fully_shard, or `shard`: a unit for each of the model's blocks, and for the root."""
+    """Shard the model by `shard` (default: fsdpc's fully_shard): one unit for each block, and one
+    for the root."""
     if shard is None:
         from fsdpc import fully_shard as shard
     for block in model.blocks:
@@ -106,8 +109,8 @@ def shard_blocks(model: nn.Module, shard: Any = None, **options: Any) -> nn.Modu
 
 
 def by_door(door: str, model: nn.Module, **options: Any) -> nn.Module:
-    """Sharded in place ("fully_shard"), or wrapped with flat ("flat") or original parameters; a
-    unit for each of the model's blocks.
+    """Shard the model, with one unit for each block and one for the root: in place ("fully_shard"),
+    or by a wrapper with flat parameters ("flat") or original parameters (any other `door`).
     """
     if door == "fully_shard":
         return shard_blocks(model, **options)
@@ -144,7 +147,8 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def none_gradients(model: nn.Module) -> set[str]:
-    """Names of the parameters, empty ones aside, that have no gradient on any rank. Collective."""
+    """Return the names of the parameters that are not empty and have no gradient on any rank.
+    Collective."""
     params = {clean(name): p for name, p in model.named_parameters()}
     if any(FLAT in name for name in params):
         return none_in_flat_gradients(model)
@@ -160,7 +164,8 @@ def none_gradients(model: nn.Module) -> set[str]:
 
 
 def none_in_flat_gradients(model: nn.Module) -> set[str]:
-    """``none_gradients`` for flat parameters, whose members have no gradients of their own."""
+    """Return ``none_gradients`` of a model with flat parameters, whose members have no separate
+    gradients."""
     with values_replaced(model, lambda p: torch.full_like(p, float(p.grad is not None))):
         return {
             name
@@ -188,7 +193,8 @@ def values_replaced(model: nn.Module, value_of: Callable[[Tensor], Tensor]) -> I
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """What the ranks compute and reduce in; None is the parameters' own dtype."""
+    """The dtypes in which the ranks compute and reduce. None stands for the parameters' own
+    dtype."""
 
     name: str
     model: torch.dtype = torch.float32
@@ -222,7 +228,7 @@ PRECISIONS = [
 
 
 def sharding_groups(strategy: Any, world: int) -> list[list[int]]:
-    """`groups` of a Reference for a strategy; hybrid ones are two replicas."""
+    """Return the `groups` of a Reference for a strategy. Hybrid strategies have two replicas."""
     if strategy.name == "NO_SHARD":
         return [[rank] for rank in range(world)]
     if "HYBRID" in strategy.name:
@@ -231,10 +237,11 @@ def sharding_groups(strategy: Any, world: int) -> list[list[int]]:
 
 
 class Reference:
-    """The unsharded copy that this rank trains in step with the others.
+    """The unsharded copy that this rank trains in step with the other ranks.
 
-    `groups` are the sharding groups, whose gradients are added before those of the replicas:
-    [[0, 1], [2, 3]] for two replicas of two shards, [[0], [1]] when nothing is sharded.
+    `groups` are the sharding groups. Gradients are added within each group first, and then over the
+    groups, which are replicas: [[0, 1], [2, 3]] are two replicas of two shards each, and [[0], [1]]
+    are two ranks that shard nothing.
     """
 
     def __init__(
@@ -256,15 +263,16 @@ class Reference:
         self.pending: list[Tensor | None] = [None] * len(list(self.master.parameters()))
 
     def wire(self, parameter: Tensor) -> torch.dtype:
-        """What the gradient of this parameter of the master is reduced in."""
+        """Return the dtype in which the gradient of this parameter of the master is reduced."""
         return self.precision.reduce or self.precision.param or parameter.dtype
 
     def exact(self, wire: torch.dtype) -> bool:
-        """True if nothing is rounded on the wire."""
+        """Return True if gradients that are sent in the dtype `wire` are not rounded."""
         return wire in (torch.float32, torch.float64)
 
     def backward(self, batch: Any, *, sync: bool = True, times: int = 1) -> Tensor:
-        """One micro-batch: gradients of all ranks are added to the master's, unless sync=False."""
+        """Run a micro-batch: one forward, and `times` backwards. Unless sync=False, the gradients
+        of all ranks are added to the master's after each backward."""
         loss = self.forward(batch)
         for i in range(times):
             self.compute.zero_grad(set_to_none=True)
@@ -275,7 +283,8 @@ class Reference:
         return loss.detach()
 
     def forward(self, batch: Any, *, refresh: bool = True) -> Tensor:
-        """Loss of the compute copy; with `refresh` it takes over the master's values before."""
+        """Return the loss of the compute copy. With `refresh`, the copy takes over the master's
+        values first."""
         with torch.no_grad():
             pairs = zip(self.compute.parameters(), self.master.parameters(), strict=True)
             for low, high in pairs if refresh else ():
@@ -287,7 +296,7 @@ class Reference:
         return value.to(self.precision.param) if floating and self.precision.param else value
 
     def take_gradients(self) -> None:
-        """Moves the compute copy's gradients to those that wait for the reduction."""
+        """Add the compute copy's gradients to those that wait for the reduction (`pending`)."""
         pairs = zip(self.compute.parameters(), self.master.parameters(), strict=True)
         for i, (low, high) in enumerate(pairs):
             if low.grad is not None:
@@ -318,8 +327,8 @@ class Reference:
         self.pending = [None] * len(self.pending)
 
     def add_ranks(self, local: Tensor, wire: torch.dtype) -> Tensor:
-        """Mean over ranks: sums in rank order, group by group and in it host by host, multiplied
-        once at the end.
+        """Return the mean over the ranks. Gradients are added in rank order, host by host within a
+        group, and then group by group. The sum is multiplied by 1 / world once, at the end.
         """
         everyone = [torch.empty_like(local) for _ in range(self.world)]
         dist.all_gather(everyone, local)
@@ -350,7 +359,8 @@ def in_order(tensors: list[Tensor]) -> Tensor:
 
 
 def by_host(group: list[int]) -> list[list[int]]:
-    """The ranks of each host of a group (`pytest --hosts`), hosts by their first ranks."""
+    """Return the ranks of each host of a group (see `pytest --hosts`), hosts in the order of their
+    first ranks."""
     places = os.environ.get("FSDPC_TEST_PLACES", "").split()
     hosts: dict[str, list[int]] = {}
     for rank in group:
@@ -362,14 +372,16 @@ def accumulate_of(wire: torch.dtype) -> torch.dtype:
     return torch.float64 if wire == torch.float64 else torch.float32
 
 
-ROUNDINGS = 4  # of the wire's type: pack, sum, scale and the second stage of a hybrid sum
+# How often a gradient is rounded to the wire's dtype: by pack, by the sum, by the scaling, and by
+# the second stage of a hybrid sum.
+ROUNDINGS = 4
 
 
 def check_gradients(engine: str, model: nn.Module, reference: Reference, what: str) -> None:
-    """Gradients equal the reference's: to the bit where nothing is rounded on the wire.
+    """Check that the gradients equal the reference's, bitwise if nothing is rounded on the wire.
 
-    Where something is, the reference takes the engine's gradients over, so that what comes after
-    is compared by itself. Collective.
+    If something is rounded, the reference takes over the engine's gradients, so that differences
+    between gradients do not disturb the comparison of the next optimizer step. Collective.
     """
     got, expected = full_gradients(model), reference.gradients()
     assert got.keys() == expected.keys(), f"names differ: {sorted(got.keys() ^ expected.keys())}"
@@ -386,7 +398,7 @@ def check_gradients(engine: str, model: nn.Module, reference: Reference, what: s
 
 
 def check_parameters(engine: str, model: nn.Module, reference: Reference, what: str) -> None:
-    """Parameters equal the reference's. Collective."""
+    """Check that the parameters equal the reference's. Collective."""
     check_equal(
         full_parameters(model),
         reference.parameters(),
@@ -407,17 +419,18 @@ def compare_training(
     times: int = 1,
     groups: list[list[int]] | None = None,
 ) -> nn.Module:
-    """Trains `sharded(model)` and the reference side by side with AdamW; returns the sharded model.
+    """Train `sharded(model)` and the reference side by side with AdamW; return the sharded model.
 
-    `batch_of(step)` gives this rank's batch. Which parameters have no gradient at all is compared
-    too: weight decay would move a parameter whose gradient is zero instead. Collective.
+    `batch_of(step)` gives this rank's batch. The sets of parameters without any gradient are
+    compared too, because weight decay moves a parameter whose gradient is zero, but not a parameter
+    whose gradient is None. Collective.
     """
     reference = Reference(model, precision, loss_of=loss_of, groups=groups)
     model = sharded(model)
     optimizers = [
         torch.optim.AdamW(
             [p for p in m.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, eps=1e-3
-        )  # so that eps is not 0 in fp16
+        )  # not the default eps, which is 0 in fp16
         for m in (model, reference.master)
     ]
     for step in range(steps):
@@ -444,9 +457,11 @@ def difference(
     rtol: float = 0.0,
     atol: float | None = None,
 ) -> str:
-    """ "" if equal (to the bit when rtol is 0), else one line per parameter that differs.
+    """Return "" if all values are equal (bitwise if rtol is 0), else one line per parameter that
+    differs.
 
-    `rtol` is relative to a tensor's largest magnitude, as sums that cancel have no other scale.
+    `rtol` is relative to the largest magnitude in a tensor, because sums that cancel have no other
+    scale.
     """
     if got.keys() != expected.keys():
         return f"names differ: {sorted(got.keys() ^ expected.keys())}"

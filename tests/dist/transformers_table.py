@@ -1,6 +1,10 @@
-"""Every model folder of the installed transformers: planned from its configuration, beside the
-library's own count of parameters and, for few layers and up to 2 GB, beside a real step. Prints a
-summary; --write keeps it, and the rows of which the summary does not tell all.
+"""Plan every model folder of the installed transformers from its configuration, and check the
+plans.
+
+The number of parameters is compared with the library's own count. Each model is also planned with
+few layers. If the parameters of this small model have at most 2 GB, its planned activations are
+compared with those of a real step. The program prints a summary. --write stores the summary, and
+the rows that the summary does not cover completely.
 
 python tests/dist/transformers_table.py [--folders llama,bert] [--jobs 2] [--write]
 """
@@ -33,9 +37,9 @@ from fsdpc.plan.sources.traced import build_traced, policy_for, training_of
 
 RESULTS = Path(__file__).with_suffix(".json")
 SETUP = Setup(world=1, sequence=32, micro_batch=2, **CPU)
-MOST = 2_000_000_000  # bytes of the parameters of a model whose step is measured
+MOST = 2_000_000_000  # models whose parameters have more bytes are not measured
 ENGINE = ("shards", "gradient shards", "gather slots", "reduce slots", "no_sync gradients")
-LAYERS = 4  # of the models whose steps are measured
+LAYERS = 4  # models are cut to this many layers before their step is measured
 COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers",
           "decoder_layers", "num_encoder_layers", "num_decoder_layers")  # fmt: skip
 TIMEOUT = 240
@@ -50,7 +54,8 @@ def folders() -> list[str]:
 
 
 def config_in(folder: str):
-    """The configuration that the folder's model is known by; None: the folder has no such model."""
+    """Return a model type whose module is in the folder, or None if the folder has no such module.
+    The type with the folder's name has precedence."""
     from transformers import CONFIG_MAPPING
 
     found = {}
@@ -68,7 +73,7 @@ def _module_of(kind: str) -> str:
 
 
 def values_of(kind: str) -> dict:
-    """A default configuration, as its JSON file has it."""
+    """Return the default configuration of a model type, with the values of its JSON file."""
     from transformers import CONFIG_MAPPING
 
     values = json.loads(json.dumps(CONFIG_MAPPING[kind]().to_dict(), default=str))
@@ -76,7 +81,7 @@ def values_of(kind: str) -> dict:
 
 
 def shallow(values: dict, layers: int = LAYERS) -> dict:
-    """The values with few layers, also in nested configurations."""
+    """Return the values with at most `layers` layers, also in nested configurations."""
     out = {}
     for key, value in values.items():
         if isinstance(value, dict) and key.endswith("config"):
@@ -98,7 +103,8 @@ def factory(values: dict, device: str = "meta", inputs: bool = True):
 
 
 def planned(values: dict, inputs: bool = True) -> tuple[object, int]:
-    """The plan, and the bytes that torch allocates at the step's highest point."""
+    """Return the plan, and the planned peak bytes of a step beyond the bytes that are allocated all
+    the time."""
     made = plan(lambda s: build_traced(factory(values, inputs=inputs), s), SETUP)
     at_rest = (*ENGINE, "optimizer states", "buffers", "inputs")
     rest = sum(r.bytes for r in made.rows if "forward" in r.lifetime and r.role in at_rest)
@@ -107,15 +113,15 @@ def planned(values: dict, inputs: bool = True) -> tuple[object, int]:
 
 
 def counted(values: dict) -> int:
-    """The library's own count of trained and frozen parameters."""
+    """Return the library's own count of parameters, trained and frozen."""
     config = configs.config_of(values)
     with torch.device("meta"):
         return sum(p.numel() for p in configs.class_of(config)(config).parameters())
 
 
 def measured(values: dict) -> int:
-    """Live bytes at the highest point of this rank's first step, beside the engine's own: later
-    steps hold the gradients of a unit with unused parameters for a shorter time.
+    """Return the live bytes at the peak of this rank's first step, without the engine's own memory.
+    Later steps hold the gradients of a unit with unused parameters for a shorter time.
     """
     torch.manual_seed(0)
     run = training_of(factory(values, "cpu")())
@@ -124,7 +130,7 @@ def measured(values: dict) -> int:
     )
     run = replace(run, model=model)
     with torch.no_grad():
-        run.forward()  # makes what is made on first use
+        run.forward()  # allocates what is allocated on first use
     inputs = [t for t in tree_leaves(run.inputs) if isinstance(t, Tensor)]
     gathered = [t for unit in model._tree.units for t in (*unit.full, *unit.views)]
     with LiveBytes([*gathered, *model.parameters(), *model.buffers(), *inputs]) as live:
@@ -133,7 +139,8 @@ def measured(values: dict) -> int:
 
 
 def row_of(folder: str, measure: bool = True) -> dict:
-    """What is known of one folder; ``outcome``: equal, refused, wrong, or no model of its own."""
+    """Return the results for one folder. ``outcome`` is "equal", "refused", "wrong", or "no model
+    of its own"."""
     row: dict = {"folder": folder}
     kind = config_in(folder)
     if kind is None:
@@ -141,13 +148,13 @@ def row_of(folder: str, measure: bool = True) -> dict:
     row["model_type"] = kind
     try:
         values = values_of(kind)
-    except Exception as error:  # it may need values that nobody gave
+    except Exception as error:  # the configuration may need values that have no default
         return row | {"outcome": "refused", "why": " ".join(str(error).split())[:200]}
     try:
         made, _ = planned(values, inputs=False)
     except ValueError as error:
         row |= {"outcome": "refused", "why": " ".join(str(error).split())[:200]}
-        try:  # the library by itself
+        try:  # the library may be able to count nevertheless
             return row | {"library": counted(values)}
         except Exception:
             return row
@@ -181,7 +188,7 @@ def activations(values: dict) -> dict:
 
 
 def alone(folder: str, measure: bool) -> dict:
-    """``row_of`` in a process of its own."""
+    """Run ``row_of`` in a separate process."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(folder, measure, there), daemon=True)
@@ -204,7 +211,7 @@ def _child(folder: str, measure: bool, there) -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     import transformers
 
-    transformers.PreTrainedModel.initialize_weights = lambda self: None  # values do not count
+    transformers.PreTrainedModel.initialize_weights = lambda self: None  # values are not needed
     try:
         row = row_of(folder, measure)
     except BaseException as error:
@@ -236,7 +243,8 @@ def summary(rows: list[dict]) -> str:
 def keep(rows: list[dict]) -> None:
     import transformers
 
-    plain = ({"equal", "no model of its own"}, {None, LARGE})  # the summary tells all of these
+    # The outcomes, and the values of "activations", of rows that the summary covers completely.
+    plain = ({"equal", "no model of its own"}, {None, LARGE})
     told = [row for row in rows if "measured" in row or row["outcome"] not in plain[0]
             or row.get("activations") not in plain[1]]  # fmt: skip
     found = {"transformers": transformers.__version__, "torch": torch.__version__,
@@ -256,7 +264,7 @@ def main() -> int:
         parser.error("--write is of all folders")
     names = options.folders.split(",") if options.folders else folders()
     torch.set_num_threads(1)
-    planned(shallow(values_of("bert"), 1))  # imports, once for all
+    planned(shallow(values_of("bert"), 1))  # imports modules once for all processes
     with ThreadPoolExecutor(options.jobs) as pool:
         rows = []
         for row in pool.map(lambda name: alone(name, not options.no_steps), names):

@@ -1,5 +1,5 @@
-"""What torch and fsdpc do more slowly for the first time, done once before ranks are forked.
-No part of this starts a thread.
+"""Work that torch and fsdpc do more slowly the first time, done once before ranks are forked.
+Nothing in this file starts a thread.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def up() -> None:
-    """Steps of a plain layer and of one of DTensors, in a group that communicates nothing."""
+    """Step a plain layer and a layer of DTensors, in a process group that communicates nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    # Torch keeps DTensors' specs by the ranks and names of meshes: no rank may get those of rank 0.
+    # torch caches the specs of DTensors by the ranks and dimension names of their meshes. The name
+    # "warm" keeps other ranks from getting the cached specs of rank 0.
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("warm",))
     for make in (torch.optim.Adam, torch.optim.SGD):
         layer = torch.nn.Linear(4, 4)
@@ -27,7 +28,7 @@ def up() -> None:
             shard.full_tensor()
     dist.destroy_process_group()
     if "fsdpc._companions.runs" in sys.modules:
-        sys.modules["fsdpc._companions.runs"]._rounds_alike()  # asks torch's kernels, once
+        sys.modules["fsdpc._companions.runs"]._rounds_alike()  # its result is cached
 
 
 def step(make, parameters) -> None:

@@ -1,4 +1,6 @@
-"""Ranks on several hosts: what the others say, and when, if a process or a link is lost."""
+"""Tests of ranks on several hosts: what the other ranks report, and how soon, if a process or a
+link is lost.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ from toys import loss_of, tokens, toy, wrap_blocks
 namespaces = pytest.mark.skipif(bool(on_hosts.missing()), reason=on_hosts.missing())
 
 TIMEOUT_S = 4.0
-CUT_AT = 2  # before this step, a rank or a link fails
+CUT_AT = 2  # the step before which a rank or a link fails
 SHORT = {"FSDPC_TIMEOUT": str(TIMEOUT_S)}
 
 
 def train(rank, world, fail=None, steps=30):
-    """Trains; before step CUT_AT, `fail(rank)` is called."""
+    """Train, and call `fail(rank)` before step CUT_AT."""
     model = wrap_blocks("fsdpc", toy(blocks=3), use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(steps):
@@ -47,7 +49,8 @@ def raising(rank, world, victim):
 
 
 def check_named_at_once(outcomes, victim, kind):
-    """All other ranks name the victim soon; ``kind``: how the word before its number begins."""
+    """Check that all other ranks name the victim within 3 s. Behind the victim's rank, the error
+    has a text in parentheses, which must begin with ``kind``."""
     begun = outcomes[victim].signalled_at
     for outcome in outcomes:
         if outcome.rank != victim:
@@ -59,7 +62,7 @@ def check_named_at_once(outcomes, victim, kind):
 @namespaces
 @pytest.mark.parametrize("world, victim", [(2, 0), (2, 1)])
 def test_a_killed_rank_is_named_at_once(world, victim):
-    """Also a rank whose process holds the group's store."""
+    """A killed rank is named at once, even if its process holds the group's store."""
     env = on_hosts.environment_for(2, world)
     outcomes = run_ranks(killed, world, env=env, faults=True, victim=victim)
     check_named_at_once(outcomes, victim, "process")
@@ -88,7 +91,8 @@ def test_a_late_rank_is_named_on_its_host_and_on_others(victim):
 
 
 def elsewhere(rank, world, victim):
-    """The victim leaves out a block, from step CUT_AT on, and comes after the others."""
+    """From step CUT_AT on, the victim skips a block, and comes to the next block later than the
+    other ranks."""
     model = wrap_blocks("fsdpc", toy(blocks=4), use_orig_params=True)
     for step in range(CUT_AT + 2):
         if step == CUT_AT and rank == victim:
@@ -112,7 +116,8 @@ def test_the_reason_of_a_rank_that_raises_arrives():
 
 
 def cut_off(rank, world, seconds):
-    """The last host's link is cut before step CUT_AT, for so many seconds or (None) for good."""
+    """Cut the last host's link before step CUT_AT, for `seconds`, or for good if `seconds` is
+    None."""
 
     def fail(rank):
         if rank == world - 1:
@@ -133,7 +138,8 @@ def cut_off(rank, world, seconds):
 @namespaces
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_cut_link_ends_every_rank_at_its_deadline(world):
-    """On both sides of the cut, with the group's store or without, naming ranks beyond the cut."""
+    """Ranks on both sides of the cut, with and without the group's store, end at the deadline and
+    name ranks beyond the cut."""
     env = {**on_hosts.environment_for(2, world), **SHORT}
     outcomes = run_ranks(cut_off, world, env=env, faults=True, seconds=None)
     for outcome in outcomes:
@@ -159,13 +165,14 @@ def few_steps(rank, world):
 @namespaces
 @pytest.mark.parametrize("link", [{"delay": 0.05}, {"loss": 0.05}], ids=["delay", "loss"])
 def test_a_slow_or_lossy_link_is_no_error(link):
-    """With 50 ms each way, or 5 % of all frames lost, values are those of a good link."""
+    """With a delay of 50 ms in each direction, or with 5 % of all frames lost, the values are those
+    of a good link."""
     slow = run_ranks(few_steps, 3, env=on_hosts.environment_for(2, 3, **link))
     assert slow == run_ranks(few_steps, 3, env=on_hosts.counted_as("abb"))
 
 
 def stopped(rank, world):
-    """The last host's ranks stop, and go on when the others have given up."""
+    """The last host's ranks stop, and continue after the other ranks have given up."""
 
     def stop(rank):
         if rank >= 1:
@@ -178,7 +185,8 @@ def stopped(rank, world):
 @pytest.mark.long
 @namespaces
 def test_a_stopped_host_is_named_and_learns_it():
-    """One rank here, two on the host that stops: these two raise, too, when they go on."""
+    """Rank 0 is on one host, and ranks 1 and 2 are on the host that stops. Ranks 1 and 2 also raise
+    an error when they continue."""
     env = {**on_hosts.environment_for(2, 3), **SHORT}
     first, *others = run_ranks(stopped, 3, env=env, faults=True)
     assert "CommTimeout" in first.error_types, first
@@ -189,7 +197,7 @@ def test_a_stopped_host_is_named_and_learns_it():
 
 
 def asked(rank, world):
-    """What fsdpc doctor measures."""
+    """Measure the link as fsdpc doctor does."""
     from fsdpc.plan import link
 
     link.BYTES = 4 << 20

@@ -1,6 +1,6 @@
-"""A rank that dies, stops, raises or is interrupted: the others say so, by name, and end.
+"""Tests of a rank that dies, stops, raises or is interrupted: the other ranks name it, and end.
 
-Every test also looks at what is left behind: no shared memory file, no process.
+Every test also checks that no shared memory file and no process is left.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from toys import Block, loss_of, tokens, toy, wrap_blocks
 
 from fsdpc import CommError, checkpoint, fully_shard
 
-LATE_S = 20.0  # from the signal to the last survivor's error: less than the deadline of 30 s
-STOPPED_S = 4.0  # the others' deadline, from the step in which a rank stops
+# The most seconds from the signal to the last survivor's error. The deadline is longer: 30 s.
+LATE_S = 20.0
+# The deadline of the other ranks in seconds, from the step on in which a rank stops.
+STOPPED_S = 4.0
 VICTIM = 1
 
 
 class Trap(nn.Module):
-    """Calls `fatal` at the named place of the step, the second time that the step passes there."""
+    """A module that calls `fatal` when a step passes the named place for the second time."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -59,8 +61,9 @@ PHASES = [
 
 
 def train_until(rank, world, phase, fatal, stops=False):
-    """Three steps on every rank; the victim calls `fatal` in the given phase of the second. With
-    `stops` the other ranks wait only STOPPED_S for the victim from there on."""
+    """Train three steps on every rank. The victim calls `fatal` in the given phase: at
+    construction, or in the second step. With `stops`, the other ranks wait only STOPPED_S for the
+    victim from the second step on."""
     model = toy(blocks=3)
     trap = model.blocks[1] = Trap(model.blocks[1])
     mine = rank == VICTIM
@@ -88,12 +91,12 @@ def train_until(rank, world, phase, fatal, stops=False):
 
 
 def at_end_of_backward(fatal):
-    """Calls `fatal` when all gradients are complete, before the engine's own callback comes."""
+    """Call `fatal` when all gradients are complete, before the engine's own callback runs."""
     torch.autograd.Variable._execution_engine.queue_callback(fatal)
 
 
 def with_what_was_left(body):
-    """Runs a test body; afterwards there is no new file in /dev/shm."""
+    """Run a test body, and check that it leaves no file of fsdpc in /dev/shm."""
     before = set(os.listdir("/dev/shm"))
     outcomes = body()
     left = set(os.listdir("/dev/shm")) - before
@@ -125,7 +128,7 @@ def killed(rank, world, phase):
 def test_sigkill(world, phase):
     outcomes = with_what_was_left(lambda: run_ranks(killed, world, faults=True, phase=phase))
     assert outcomes[VICTIM].exit_signal == signal.SIGKILL
-    if phase == "construction":  # no communicator yet: torch's own rendezvous notices
+    if phase == "construction":  # without a communicator, torch's own rendezvous notices
         for outcome in outcomes:
             assert not outcome.returned
         return
@@ -135,7 +138,7 @@ def test_sigkill(world, phase):
 
 
 def killed_between_units(rank, world):
-    """The victim dies when the second unit is being made: communicators exist."""
+    """The victim dies while its second unit is being made, when communicators already exist."""
     model = toy(blocks=3)
     if rank == VICTIM:
         from fsdpc._engine import unit as _unit
@@ -166,7 +169,8 @@ def raising(rank, world, phase):
 
 @pytest.mark.parametrize("phase", [p for p in PHASES if p != "construction"])
 def test_exception(phase):
-    """An exception that one rank does not catch: the others end too and quote it."""
+    """If one rank does not catch an exception, the other ranks end too, and their errors quote the
+    exception."""
     outcomes = with_what_was_left(lambda: run_ranks(raising, 3, faults=True, phase=phase))
     victim = outcomes[VICTIM]
     assert "ArithmeticError" in victim.error_types
@@ -183,11 +187,12 @@ def stopping(rank, world, phase):
 
 @pytest.mark.parametrize("phase", ["before the block", "backward", "optimizer step"])
 def test_sigstop(phase):
-    """A stopped rank is not dead: the deadline ends the wait and says who did not come."""
+    """A stopped rank is not dead. The deadline ends the wait, and the error names the rank that did
+    not come."""
     outcomes = with_what_was_left(lambda: run_ranks(stopping, 2, faults=True, phase=phase))
     assert outcomes[VICTIM].stopped
-    # A slot that the stopped rank holds is given up after a while: then the wait is at the end of
-    # backward, not in a unit's gather.
+    # After a while, the other ranks give up a slot that the stopped rank holds. They then wait at
+    # the end of backward, not in a unit's gather.
     expected = f"the cause: rank {VICTIM} (pid "
     check_survivors(outcomes, expected, within=STOPPED_S + LATE_S, kinds=["CommTimeout"])
 
@@ -226,7 +231,7 @@ def sharded_toy(interface):
 
 
 def caught(rank, world, interface, place, path):
-    """Rank 0 catches Ctrl-C in the middle of a collective, and goes on."""
+    """Rank 0 catches Ctrl-C in the middle of a collective, and continues."""
     sharded = sharded_toy(interface)
     store = dist.distributed_c10d._get_default_store()
 
@@ -270,12 +275,13 @@ def caught(rank, world, interface, place, path):
         (interface, place)
         for interface in ("FullyShardedDataParallel", "fully_shard")
         for place in ("gather", "between units", "backward", "clip")
-        if (interface, place) != ("fully_shard", "clip")  # torch clips its DTensors
+        if (interface, place) != ("fully_shard", "clip")  # torch, not fsdpc, clips DTensors
     ],
 )
 def test_sigint_caught_in_a_collective(tmp_path, interface, place):
-    """Ranks that wait and ranks that come later raise at once, and name the interrupted rank; so do
-    all later steps. Checkpoints, which have communicators of their own, are saved."""
+    """Ranks that are waiting and ranks that come later raise an error at once. The error names the
+    interrupted rank. All later steps raise an error too. Checkpoints can still be saved, because
+    checkpoints have their own communicators."""
     options = {"interface": interface, "place": place, "path": str(tmp_path)}
     outcomes = with_what_was_left(lambda: run_ranks(caught, 3, faults=True, **options))
     for outcome in outcomes:
@@ -297,7 +303,8 @@ def test_sigint_caught_in_a_collective(tmp_path, interface, place):
 
 
 def test_no_process_is_left():
-    """The ranks of a fault test, survivors and stopped ones among them, are gone afterwards."""
+    """After a fault test, the processes of all its ranks are gone, survivors and stopped ranks
+    included."""
     outcomes = run_ranks(report_pid_and_stop, 3, faults=True)
     pids = [
         int(line.split()[-1])
@@ -327,6 +334,6 @@ def evaluate_unevenly(rank, world):
 
 
 def test_uneven_evaluation_that_cannot_go_on():
-    """Rank 0 waits for rank 1 outside of the engine: rank 1's deadline names rank 0."""
+    """Rank 0 waits for rank 1 outside of the engine, so rank 1's timeout error names rank 0."""
     outcomes = run_ranks(evaluate_unevenly, 2, faults=True)
     assert "CommTimeout" in outcomes[1].error_types and "rank 0" in outcomes[1].error

@@ -1,5 +1,6 @@
-"""What cannot work is refused with an error that says why, on every rank: too little memory, too
-many ranks, ranks that were started with different models or options."""
+"""Tests of what cannot work: too little memory, too many ranks, and ranks that were started with
+different models or options. Every rank raises an error that says why.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def test_a_unit_that_no_memory_holds():
 
 @ranks(2)
 def test_a_sharded_unit_that_no_memory_holds(rank, world):
-    """Every rank raises before the kernel kills one for lack of memory; the ranks go on."""
+    """Every rank raises an error before the operating system kills a rank for lack of memory, and
+    the ranks can go on."""
     comm = fsdpc._comm.bootstrap.comm_for_group(torch.distributed.group.WORLD)
     spec = [("huge.weight", 1 << 45, "bfloat16", "float32", "float32", False)]
     with pytest.raises(MemoryError, match=r"huge unit.*[0-9]"):
@@ -95,7 +97,7 @@ def prefetch(rank, model, options):
     options["backward_prefetch"] = list(BackwardPrefetch)[rank]
 
 
-DIFFERENCES = [  # each with what every rank's error must say
+DIFFERENCES = [  # functions that make the ranks differ, and what every rank's error must contain
     (one_more_parameter, ["extra"]),
     (another_shape, ["(13, 6)", "(14, 6)"]),
     (another_dtype, ["up.weight", "float32", "bfloat16"]),

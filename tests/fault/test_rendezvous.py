@@ -1,4 +1,4 @@
-"""Ranks that cannot join their group: the others have the reason at once."""
+"""Tests of ranks that cannot join their group: the other ranks get the reason at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def limit_file_sizes():
 
 
 def limit_descriptors():
-    """Two or three more can be opened: the limit is on numbers, so gaps below are filled first."""
+    """Allow two or three more descriptors. The limit is on descriptor numbers, so the unused
+    numbers below it are filled first."""
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     while os.dup(0) < highest:
         pass
@@ -74,7 +75,7 @@ def test_a_rank_that_cannot_join(cause, victim):
 
 
 def go_over_torch(rank, world):
-    """What hinders shared memory on one rank does not hinder torch's collectives."""
+    """A limit that prevents shared memory on one rank does not prevent torch's collectives."""
     limit_file_sizes()
     os.environ["FSDPC_COLLECTIVES"] = "c10d"
     assert _bootstrap.comm_for_group(dist.group.WORLD).kind == "c10d"

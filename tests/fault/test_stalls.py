@@ -1,4 +1,6 @@
-"""Ranks that stand still: one table, one cause that every rank names, and warnings."""
+"""Tests of ranks that stall: all other ranks report the same table and the same cause, and log
+warnings.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ MARK = "the cause: "
 
 
 class Trap(nn.Module):
-    """Calls `fatal` the second time that its block has run."""
+    """A module that calls `fatal` after its block has run for the second time."""
 
     def __init__(self, block: nn.Module, fatal) -> None:
         super().__init__()
@@ -62,14 +64,15 @@ def stopped_over_gloo(rank, world):
 
 
 def stopped_on_a_host(rank, world):
-    """Ranks 1 and 2 are on another host than rank 0, and the deadline comes before any warning."""
+    """Ranks 1 and 2 count as being on another host than rank 0. The deadline comes before any
+    warning."""
     host = _bootstrap.this_host()
     _bootstrap.this_host = lambda: f"node{min(rank, 1)} {host}"
     stopped_over_gloo(rank, world)
 
 
 def holding_the_lock(rank, world, path):
-    """The victim waits in C, with the interpreter's lock, for a file that rank 0 has locked."""
+    """The victim waits in C for a file that rank 0 has locked, and holds the GIL."""
     with open(path, "w") as file:
         if rank == 0:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -82,7 +85,8 @@ def survivors(outcomes):
 
 
 def check_one_cause(outcomes, expected):
-    """Every survivor's error has the same table, which names the victim as the cause."""
+    """Check that every survivor's error has the same table, and that the table names the victim as
+    the cause."""
     tables = []
     for outcome in survivors(outcomes):
         assert outcome.error, f"rank {outcome.rank} did not notice: {outcome.log}"
@@ -96,7 +100,7 @@ def check_one_cause(outcomes, expected):
 
 
 def check_warnings(outcomes):
-    """Every rank that runs has logged a table before the deadline."""
+    """Check that every rank that still runs has logged a table before the deadline."""
     for outcome in survivors(outcomes):
         assert "no progress for" in outcome.log, outcome.log
         assert f"{MARK}rank {VICTIM} (" in outcome.log, outcome.log
@@ -140,7 +144,7 @@ def test_no_warnings_without_a_stall():
 
 
 def meets_others(rank, world):
-    """The last rank calls a collective while the others train."""
+    """The last rank calls a collective while the other ranks train."""
     model = wrap_blocks("fsdpc", toy(), Block, use_orig_params=True)
     loss_of(model, tokens(rank, 0)).backward()
     if rank == VICTIM:

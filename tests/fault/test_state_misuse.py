@@ -1,5 +1,5 @@
-"""State dicts asked for by some ranks only, or of different types: an error that names who and
-what, never a hang.
+"""Tests of state dicts that only some ranks ask for, or that ranks ask for with different types. An
+error names the ranks and what they asked for; no rank hangs.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def test_a_local_state_dict_needs_nobody():
 
 
 def late_again(rank, world):
-    """One rank comes too late; the ranks that gave up can try again together."""
+    """One rank comes too late, and the other gives up. Later, both can make a state dict
+    together."""
     model = build("fsdpc")
     for _ in range(3):
         model.state_dict()
@@ -121,7 +122,8 @@ def test_after_a_rank_gave_up_over_a_wire():
 
 
 def named_differently(rank, world, kind):
-    """Wraps two units of equal shapes one by one: rank 1 wraps "right" first, others "left"."""
+    """Wrap two units of equal shapes in turn. Rank 0 wraps "left" first, and other ranks wrap
+    "right" first."""
     model = torch.nn.ModuleDict()
     for name in ("left", "right")[:: -1 if rank else 1]:
         model[name] = wrap("fsdpc", torch.nn.Linear(4, 4))

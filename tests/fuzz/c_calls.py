@@ -1,8 +1,8 @@
-"""Random calls of the extension, with sound and odd arguments: none may end in a signal or hang.
+"""Random calls of the extension, with valid and odd arguments. No call may end in a signal or hang.
 
-``python tests/fuzz/c_calls.py --calls 100000 --seed 1`` runs them in forked processes, a batch
-each. A process that dies of a signal, stops making calls, or sees a SystemError is reported with
-its seed and its last calls; ``--replay SEED`` runs that batch again in this process.
+``python tests/fuzz/c_calls.py --calls 100000 --seed 1`` makes the calls in forked processes, one
+batch in each. A process that dies of a signal, stops making calls, or sees a SystemError is
+reported with its seed and its last calls. ``--replay SEED`` runs that batch again in this process.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from c_companions import Companions
 from fsdpc import _probe
 
 BATCH = 250
-SHORT_S = 0.08  # the deadline of every communicator made here
+SHORT_S = 0.08  # the timeout, in seconds, of every communicator made here
 KINDS = ("comm", "flat", "tree", "hook", "plan", "table", "disk")
-STUCK_S = 60.0  # a process without a call for so long hangs
+STUCK_S = 60.0  # a process that makes no call for so many seconds counts as hung
 TYPES = (_probe.Comm, _probe.FlatParameter, _probe.Tree, _probe.Hook)
 SYSTEM_ERROR_STATUS = 77
 
 
 class Callbacks:
-    """A c10d communicator's callbacks, as if other ranks did the same; each call does mischief."""
+    """The callbacks of a c10d communicator, which act as if all ranks sent what this rank sends.
+    Each callback also runs ``mischief``."""
 
     def __init__(self, mischief: Callable[[], None]) -> None:
         self._mischief = mischief
@@ -57,7 +58,7 @@ class Callbacks:
 
 
 class Flying(Callbacks):
-    """``Callbacks`` with sends and receives: what arrives is what this rank sends."""
+    """``Callbacks`` with sends and receives. Each receive gets what this rank sends."""
 
     flies = True
 
@@ -78,7 +79,8 @@ class Flying(Callbacks):
 
 @dataclass
 class Caller(Companions):
-    """Makes calls out of a seed, and keeps what they returned for later calls."""
+    """A source of random calls from a seed. It keeps the objects that calls return for later
+    calls."""
 
     seed: int
     log: Callable[[str], None]
@@ -145,7 +147,7 @@ class Caller(Companions):
         return self.keep("flat", made)
 
     def bind(self, flat: Any, specs: list[Any]) -> None:
-        """Binds a unit as a sharded module does, with new tensors."""
+        """Bind a unit to new tensors, as a sharded module does."""
         full = [torch.zeros(spec[1], requires_grad=spec[5]) for spec in specs]
         params = [torch.nn.Parameter(torch.zeros(1), requires_grad=spec[5]) for spec in specs]
         module: dict[str, Any] = {}
@@ -228,7 +230,7 @@ class Caller(Companions):
         return values.nested(rng, lambda: rng.choice([values.tensors(rng, 3), self.hostile(), 1]))
 
     def listed(self, made: list[Any]) -> list[Any]:
-        """A list that mischief may change while it is read."""
+        """Return the list. ``mischief`` may then change the list while C code reads it."""
         self.lists.append(made)
         del self.lists[:-8]
         return made
@@ -256,7 +258,8 @@ class Caller(Companions):
             self.depth -= 1
 
     def mostly(self, sound: Any) -> Any:
-        """Mostly ``sound`` (a value, or a function that makes it); at times an odd value."""
+        """Return ``sound`` (a value, or the result of a function) in most cases, and an odd value
+        in others."""
         if self.rng.random() < 0.12:
             return self.odd()
         made = sound() if callable(sound) else sound
@@ -283,7 +286,8 @@ class Caller(Companions):
     # --- calls -------------------------------------------------------------------------------
 
     def call(self, what: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """Calls with arguments that went through ``mostly``; at times one is left out or added."""
+        """Call ``function`` with arguments that went through ``mostly``. In a few calls, leave out
+        or add an argument."""
         given = [self.mostly(arg) for arg in args]
         named = {key: self.mostly(value) for key, value in keywords.items()}
         if self.rng.random() < 0.03:
@@ -311,7 +315,7 @@ class Caller(Companions):
             pass
 
     def together(self, calls: list[Callable[[], Any]]) -> list[Any]:
-        """Runs each call in a thread of its own; returns their results and errors."""
+        """Run each call in a separate thread; return the results and errors."""
         results: list[Any] = [None] * len(calls)
 
         def run(i: int) -> None:
@@ -339,7 +343,7 @@ class Caller(Companions):
                 self.depth -= 1
 
     def call_close_while_in_use(self) -> None:
-        """A tree is closed while another thread is in its hook or in a wait."""
+        """Close a tree while another thread is in a hook or in a wait."""
         if self.depth or self.rng.random() < 0.5:
             return
         tree = self.some("tree")
@@ -348,7 +352,7 @@ class Caller(Companions):
         self.together([lambda: [hook(None, ()) for hook in hooks], tree.close])
 
     def call_pair(self) -> None:
-        """Two ranks, as threads, make the same collective."""
+        """Make the same collective on two ranks, which are threads."""
         if self.depth or self.rng.random() < 0.7:
             return
         pair = self.pair_of_comms()
@@ -381,7 +385,7 @@ class Caller(Companions):
             self.keep("flat", flat)
 
     def call_forked_peer(self) -> None:
-        """Collectives with a peer in a process of its own, which may leave early."""
+        """Make collectives with a peer in a forked process, which may leave early."""
         if self.depth or self.rng.random() < 0.9:
             return
         name, calls = self.name(), self.rng.randrange(3)
@@ -412,7 +416,7 @@ class Caller(Companions):
         elif made == 1:
             rank, world = self.rng.choice([(0, 1), (0, 2), (1, 2), (5, 3), (-1, 1)])
             if world == 2 and self.rng.random() < 0.8:
-                return  # it would wait for the deadline
+                return  # the call would wait until the timeout
             name = self.name()
             made = self.call(
                 "Comm.shm", lambda r, w, n: _probe.Comm.shm(r, w, n, 0.05), rank, world, name
@@ -473,7 +477,7 @@ class Caller(Companions):
                 try:
                     got = getattr(owner, name)
                     if isinstance(got, np.ndarray) and got.dtype != object:
-                        got[:1000].sum()  # a strange size may be gigabytes
+                        got[:1000].sum()  # only the start, because a wrong size may be gigabytes
                         got[:1] = 1
                 except SystemError:
                     raise
@@ -542,7 +546,8 @@ class Caller(Companions):
         return [tuple(spec) for spec in specs]
 
     def by_rows(self, specs: Any) -> Any:
-        """The specs; at times cut between rows, and of these some with codecs."""
+        """Return the specs. In some cases cut them between rows, and give some of the cut specs
+        codecs."""
         if self.rng.random() < 0.7:
             return specs
         cut = [(*s[:6], self.rng.choice([1, 3, s[1] or 1, -1])) for s in specs]
@@ -713,7 +718,8 @@ class Caller(Companions):
         hook(*args)
 
     def call_pass(self) -> None:
-        """Hooks of one unit in the order of a step, with a call in between now and then."""
+        """Call the hooks of one unit in the order of a step, sometimes with another call in
+        between."""
         flat = self.rng.choice(self.pool["flat"] or [self.new_flat()])
         grad = torch.zeros(3, requires_grad=True)
         output = [grad * 2, (grad + 1)[:]]
@@ -755,7 +761,8 @@ class Caller(Companions):
         self.method("tree", name, *args.get(name, []))
 
     def call_find(self) -> None:
-        """Objects that only the garbage collector knows: a unit's own tree, its hooks."""
+        """Find objects that only the garbage collector can find: the tree that a unit made for
+        itself, and hooks."""
         found = [o for o in gc.get_objects() if isinstance(o, TYPES)]
         for o in list(found[:20]):
             found += [r for r in gc.get_referents(o) if isinstance(r, TYPES)]
@@ -816,7 +823,7 @@ class Fault:
 
 
 def fork_batch(seed: int, calls: int, folder: Path) -> Fault | None:
-    """Runs a batch in a forked process. ``None``: the process ended in good order."""
+    """Run a batch in a forked process. Return None if the process ended without a fault."""
     path = folder / f"{seed}.log"
     pid = os.fork()
     if pid == 0:
@@ -827,7 +834,7 @@ def fork_batch(seed: int, calls: int, folder: Path) -> Fault | None:
             os.dup2(file, 2)
             faulthandler.enable(file)
             faulthandler.register(signal.SIGUSR1, file, chain=False)
-            os.chdir(folder)  # some calls write files named by a random word
+            os.chdir(folder)  # some calls write files with random names
             run_batch(
                 seed, calls, lambda text: os.write(file, text.encode(errors="replace") + b"\n")
             )
@@ -867,7 +874,8 @@ def watch(pid: int, path: Path) -> str | None:
 
 
 def run(calls: int, seed: int, seconds: float = float("inf")) -> tuple[int, list[Fault]]:
-    """Makes calls in batches until their number or the time is reached; returns number, faults."""
+    """Make calls in batches until their number or the time is reached. Return the number of calls
+    and the faults."""
     begun, made, faults = time.monotonic(), 0, []
     with tempfile.TemporaryDirectory() as folder:
         while made < calls and time.monotonic() - begun < seconds:

@@ -1,7 +1,7 @@
-"""Random calls of what optimizers, checkpoints, activations and stall reports use of the extension.
+"""Random calls of the extension's functions for optimizers, checkpoints, activations and stalls.
 
-Raw addresses (ranges of files, parts of a disk's buffers) stay sound: that is the contract. All
-else may be odd.
+Raw addresses (ranges of files, parts of a disk's buffers) stay valid, as the extension requires.
+All other arguments may be odd.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdpc import _probe
 
 OPTIM_KINDS = {"adam": (2, 3), "sgd": (0, 1), "lion": (1, 1), "mini": (2, 2), "adam8": (4, 4)}
-BLOCK = 256  # packed values in a block
+BLOCK = 256  # the number of packed values in a block
 PAGE = 4096
 HEADERS = [
     b'{"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}',
@@ -30,7 +30,8 @@ HEADERS = [
 
 
 class Companions:
-    """Calls that are mixed into ``c_calls.Caller``."""
+    """A mixin of ``c_calls.Caller``, with the calls of optimizers, checkpoints, activations and
+    stall reports."""
 
     rng: random.Random
     depth: int
@@ -98,7 +99,7 @@ class Companions:
         )  # fmt: skip
 
     def new_table(self) -> Any:
-        """A table, and what the caller of a table keeps alive."""
+        """Make an ``optim_table``, with the objects that the caller of a table must keep alive."""
         kind = self.rng.choice(["adam", "sgd", "lion"])
         names = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": (), "lion": ("exp_avg",)}[kind]
         params = [torch.nn.Parameter(torch.ones(n)) for n in (3, 0, 1025)][: self.rng.randint(1, 3)]
@@ -215,7 +216,7 @@ class Companions:
         self.call("ckpt_header", _probe.ckpt_header, lambda: bytes(data), bytes_)
 
     def call_ranges(self) -> None:
-        """Writes or reads a file: memory is sound; places, lengths and types may not be."""
+        """Write or read a file. The memory is valid; offsets, lengths and types may not be."""
         rng = self.rng
         folder = self.folder()
         memory = np.zeros(rng.choice([1, 4096, 20_000]), "u1")
@@ -255,7 +256,7 @@ class Companions:
                 _probe.ckpt_read(str(path), table, block, out, fd)
 
     def call_ranges_odd(self) -> None:
-        """Calls with arguments of other kinds; none of them names memory."""
+        """Make calls with arguments of other types, none of which is an address of memory."""
         path = str(self.folder() / "file")
         none = np.zeros((0, 6), "i8")
         name = self.rng.choice(["ckpt_write", "ckpt_read"])
@@ -356,7 +357,8 @@ class Companions:
         getattr(_probe, name)(*args.get(name, []))
 
     def call_absent_gpu(self) -> None:
-        """Calls for lanes and pinned memory, of a GPU that is not there or of the simulated one."""
+        """Make calls for lanes and pinned memory of a GPU that does not exist, or of the simulated
+        GPU."""
         rng = self.rng
         calls: dict[str, list[Any]] = {
             "pinned_new": [rng.choice([0, -1, 99]), rng.choice([0, 4096])],
@@ -379,7 +381,8 @@ class Table:
         self.core, self.kind, self.params, self.state = core, kind, tuple(params), state
 
     def change(self, rng: random.Random, tensor: Any, hostile: Any) -> None:
-        """Changes gradients, values and states as programs do between two steps, and worse."""
+        """Change gradients, values and states as programs do between two steps, and in worse
+        ways."""
         for p in self.params:
             what = rng.randrange(12)
             if what < 6:
@@ -398,5 +401,5 @@ class Table:
 
 
 def touched(first: int, n: int, block: int) -> int:
-    """How many blocks a range touches."""
+    """Return how many blocks a range touches."""
     return 0 if n == 0 else (first + n - 1) // block - first // block + 1

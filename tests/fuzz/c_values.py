@@ -1,7 +1,8 @@
-"""Arguments for random calls of the extension: sound, odd, and such as change other objects.
+"""Arguments for random calls of the extension: valid ones, odd ones, and objects that change other
+objects.
 
-``Hostile`` objects answer every special method by running ``mischief``: a further random call, or
-a list that shrinks while C code walks over it.
+``Hostile`` objects answer every special method by running ``mischief``: a further random call, or a
+change of a list while C code reads the list.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ KERNELS = [None, "plain", "avx2", "avx512", "cuda:0", "x", "cuda:", "cuda:999999
 
 
 class Hostile:
-    """Runs ``mischief`` whenever C code asks it for anything."""
+    """An object that runs ``mischief`` whenever C code calls one of its special methods."""
 
     def __init__(self, rng: random.Random, mischief: Mischief) -> None:
         object.__setattr__(self, "_rng", rng)
@@ -110,7 +111,7 @@ class Hostile:
 
 @dataclasses.dataclass
 class Pair:
-    """A dataclass, as outputs of modules may be."""
+    """A dataclass, which modules may return."""
 
     one: Any = None
     other: Any = None
@@ -134,7 +135,7 @@ def texts(rng: random.Random) -> str:
 
 
 def arrays(rng: random.Random) -> Any:
-    """Memory in many forms, writable or not, with few elements."""
+    """Return memory in one of many forms, writable or not, with few elements."""
     n = rng.choice([0, 1, 2, 3, 4, 5, 7, 12, 15, 24, 64])
     kind = rng.randrange(22)
     dtype = rng.choice(["f4", "f8", "f2", "u1", "i8", "c8", "?", ">f4", "O", "U3", "V0", "f4,O"])
@@ -192,7 +193,8 @@ def tensors(rng: random.Random, n: int) -> Any:
 
 
 def nested(rng: random.Random, leaf: Callable[[], Any], depth: int = 0) -> Any:
-    """A module's output: nested containers, at times one that holds itself."""
+    """Return nested containers, as a module may return them. Sometimes a container contains
+    itself."""
     kind = rng.randrange(9)
     if depth > 2 or kind < 2:
         return leaf()

@@ -1,6 +1,7 @@
-"""What a case is, drawn from its seed: a configuration, a model, operations.
+"""Cases of the fuzzer, drawn from a seed: a configuration, a model and operations.
 
-`without` switches features off, and `Cut` leaves pieces out; all other draws stay as they are.
+`without` switches features off, and `Cut` leaves parts of a case out; all other draws stay the
+same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from trees import Builder, Cut
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a case is sharded."""
+    """The options by which a case's model is sharded."""
 
     world: int
     collectives: str
@@ -28,22 +29,30 @@ class Config:
     backward_prefetch: str
     forward_prefetch: bool
     limit: bool
-    gather_slots: int  # 0 for the default
+    gather_slots: int  # the number of gather slots; 0: the default number
     reduce_slots: int
-    param: str  # "" or the compute type
+    param: str  # the param_dtype of MixedPrecision, or "" for none
     reduce: str
-    grads_by: str  # how a program reads gradients: "swap" or "summon"
-    jitter: bool  # ranks are late at random places
-    mix: bool  # units differ in their strategy
-    flies: bool = False  # with "c10d": units travel over a wire by sends and receives
-    hosts: str = ""  # with flies: which host each rank counts as being on; "": each on its own
-    in_place: bool = False  # sharded by fully_shard
-    second: bool = False  # another sharded model lives beside this one
-    meta: str = ""  # "" or how a model on the meta device gets its values
-    meshes: str = "one"  # with in_place: the units' meshes: "one", "each", "copy" or "pickle"
-    keeps_root: bool = False  # the root's weights stay readable, with in_place
-    hook: bool = False  # with in_place: a hook on each unit's sum
-    wide: bool = False  # with in_place: modules of several outputs give float64
+    # How a program reads gradients: "swap" (gathered in the parameters' place), or "summon" (by
+    # summon_full_params with gradients).
+    grads_by: str
+    jitter: bool  # True: ranks are late at random places
+    mix: bool  # True: units differ in strategy, or in reshard_after_forward with `in_place`
+    # True (only if `collectives` is "c10d"): units are exchanged over a wire by sends and receives.
+    flies: bool = False
+    # With `flies`: one letter for each rank, the same letter for ranks of one host. "": each rank
+    # is on its own host.
+    hosts: str = ""
+    in_place: bool = False  # True: fully_shard shards the model; False: a wrapper shards it
+    second: bool = False  # True: a second sharded model exists during the case
+    # "": the model is not on the meta device. Otherwise it is; with `in_place`, "empty", "assign"
+    # and "rank0" are ways to get its values after sharding, see `filled` in sides.py.
+    meta: str = ""
+    # The next fields matter only with `in_place`.
+    meshes: str = "one"  # how the units' meshes are made: see `another_mesh` in sides.py
+    keeps_root: bool = False  # True: the root stays gathered after forward
+    hook: bool = False  # True: each unit gets a hook by set_all_reduce_hook
+    wide: bool = False  # True: units with several outputs cast these outputs to float64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +72,13 @@ class Case:
     optimizer: str
     features: set[str]
     nodes: int
-    model_before: Any = None  # with in_place: a copy for averages to be loaded into
-    taken: list[bool] = dataclasses.field(default_factory=list)  # did the copy take the transforms?
+    # With `in_place`: a copy of the model from before sharding, into which averages are loaded.
+    model_before: Any = None
+    # For each operation "func": whether torch.func worked with the unsharded model on all ranks.
+    taken: list[bool] = dataclasses.field(default_factory=list)
 
 
-STYLES = {  # ways to a micro-batch's backward, with their weights
+STYLES = {  # ways to run a micro-batch's backward, with the weights by which they are drawn
     "plain": 6,
     "two_losses": 1.5,
     "retain_twice": 1.2,
@@ -93,10 +104,12 @@ OPS = {
     "func": 0.5, "load_part": 0.5, "unshard": 0.6,
 }  # fmt: skip
 
-LATER = ("freeze_summoned", "switched", "uncalled")  # drawn apart: older draws stay as they were
-ASKED = ("asked", "asked_into")  # refuse gradients that were not summed
+LATER = ("freeze_summoned", "switched", "uncalled")  # operations that a separate generator draws
+# Styles that ask for gradients (see Side.ask). fsdpc refuses autograd.grad inside no_sync, so these
+# styles run without no_sync.
+ASKED = ("asked", "asked_into")
 
-SWITCHES = (  # what can be switched off besides kinds, operations, styles
+SWITCHES = (  # the features that can be switched off besides kinds, operations and styles
     "unfreeze", "jitter", "mix", "mixed", "c10d", "hybrid", "no_shard", "no_sync", "clip",
     "fully_shard", "fsdp1", "second", "meta", "meshes", "hook", "wide", *LATER,
 )  # fmt: skip
@@ -104,7 +117,7 @@ SWITCHES = (  # what can be switched off besides kinds, operations, styles
 
 def config_of(seed: str, without: frozenset[str], world: int = 0) -> Config:
     rng = random.Random(seed + ":config")
-    later = random.Random(seed + ":config2")  # for later features: older draws stay as they were
+    later = random.Random(seed + ":config2")  # for newer features, so that older draws stay equal
     drawn = rng.choices([1, 2, 3, 4], [1, 6, 3, 2])[0]
     world = world or drawn
     collectives = rng.choices(["shm", "c10d"], [4, 1])[0]
@@ -164,13 +177,14 @@ def habits_of(rng: random.Random, config: Config, without: frozenset[str]) -> di
     }
 
 
-# torch's fully_shard refuses these too: 0-dim parameters, and some that are not contiguous.
+# Kinds that torch's fully_shard refuses too: kinds with parameters of no dimension, and kinds with
+# parameters that are not contiguous.
 NOT_IN_PLACE = frozenset({"scale", "odd"})
 NOT_IN_MIXED = frozenset({"batchnorm", "float64", "integer", "buffers", "teacher", "rnn", "norm"})
 
 
 def draw_case(seed: str, cut: Cut, world: int = 0) -> Case:
-    """Draws a case, the same on every rank; `seed` is "seed:number"."""
+    """Draw a case, which is the same on every rank. `seed` is a string "seed:number"."""
     config = config_of(seed, cut.without, world)
     rng = random.Random(seed + ":case")
     torch.manual_seed(rng.randrange(1 << 30))
@@ -182,14 +196,14 @@ def draw_case(seed: str, cut: Cut, world: int = 0) -> Case:
     builder = Builder(seed + ":tree", width, cut)
     body = builder.build(rng.choice([1, 2, 3, 4]), rng.choice([2, 5, 9, 16]))
     model = Root(width, body)
-    if on_some_ranks(model, "Teacher"):  # all ranks must run a root's first forward
+    if on_some_ranks(model, "Teacher"):  # all ranks must take part in a root's first forward
         return draw_case(seed, cut.also(without=frozenset({"teacher"})), world)
     ops = [
         op
         for i, op in enumerate(draw_ops(random.Random(seed + ":ops"), cut.without, config))
         if i not in cut.ops
     ]
-    if on_some_ranks(model, "Fuse"):  # if some ranks raise, others go on to backward
+    if on_some_ranks(model, "Fuse"):  # some ranks would raise, and the others go on to backward
         ops = [op for op in ops if op.name != "fail"]
     later = random.Random(seed + ":later")
     if later.random() < 0.1 and "unfreeze" not in cut.without:
@@ -202,14 +216,16 @@ def draw_case(seed: str, cut: Cut, world: int = 0) -> Case:
         if name not in cut.without:
             ops.insert(later.randrange(len(ops)), Op(name, arguments))
     if any(getattr(module, "by_data", False) for module in model.modules()):
-        raising = ("changed_before_backward", "write_lost")  # they may raise on some ranks only
+        raising = ("changed_before_backward", "write_lost")  # these may raise on some ranks only
         ops = [op for op in ops if op.name not in raising]
-    for op in ops:  # torch has no largest element of a DTensor's empty shard
+    for op in ops:  # torch cannot take the maximum of a DTensor's empty shard
         if config.in_place and op.arguments.get("norm") == float("inf"):
             op.arguments["norm"] = 2.0
     optimizer = rng.choice(["sgd", "momentum", "adamw", "adagrad"])
     if not config.use_orig:
-        optimizer = "sgd"  # zeros stand for the gradients of unused parts of a flat parameter
+        # In a flat parameter, the gradients of unused members are zeros. Plain SGD changes nothing
+        # where a gradient is zero.
+        optimizer = "sgd"
     features = (
         builder.used
         | {op.name for op in ops}
@@ -219,7 +235,7 @@ def draw_case(seed: str, cut: Cut, world: int = 0) -> Case:
 
 
 def on_some_ranks(model: nn.Module, kind: str) -> bool:
-    """Whether a node of this kind runs on some ranks only."""
+    """Return True if a node of this kind runs on some ranks only."""
     return any(
         type(inner).__name__ == kind
         for outer in model.modules()

@@ -1,4 +1,4 @@
-"""Faults for the fuzzer to find; each is put into a rank before its first case."""
+"""Faults that the fuzzer must find. Each fault is put into the ranks before their first case."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def one_nan(rank: int) -> None:
 
 
 def stale_weights(rank: int) -> None:
-    """The root's stem computes with the values of its first forward, as if later gathers were
-    dropped. What a forward writes is put back: the engine refuses other writes by itself.
+    """Make the root's stem compute with the values of its first forward, as if later gathers were
+    dropped. After the stem's forward the gathered values are restored, because the engine itself
+    refuses weights that a forward has changed.
     """
 
     def make(forward: Any) -> Any:
@@ -73,7 +74,8 @@ def stale_weights(rank: int) -> None:
 
 
 def released_early(rank: int) -> None:
-    """The root's slot is poisoned while its head's backward runs, as if released early."""
+    """Overwrite the root's slot while the backward of its head runs, as if the slot had been
+    released early."""
 
     def make(forward: Any) -> Any:
         def early(side: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,17 @@
-"""Random lives of checkpoint folders: runs that go back, writers that are killed or overwrite what
-is read, bits that flip, files that get lost or are mixed up, other libraries' files.
+"""Random sequences of operations on checkpoint folders ("lives" of folders), with faults.
+
+Among the operations are runs that go back to earlier steps, writers that are killed or that
+overwrite what is being read, bits that flip, files that are lost or mixed up, and files of other
+libraries.
 
     python tests/fuzz/fuzz_files.py --minutes 60 --seed 1
     python tests/fuzz/fuzz_files.py --seed 1 --only 123        # one life, told step by step
 
-A life is a function of seed and number, except for the moments of kills. What is checked: a load
-gives all values of one save or raises ``CheckpointError`` and changes nothing; a run goes on from
-what was published last or says that this is not known; ``verify``, ``compare`` and ``convert``
-never call damage good.
+A life depends only on the seed and its number, except for the moments of kills. A load must give
+all values of one save or raise ``CheckpointError``. A load that fails must change nothing, unless
+the fault is found while values are being read. A run must go on from the step that was published
+last, or say that this step is not known. ``verify``, ``compare`` and ``convert`` must never report
+that a damaged checkpoint is good.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ from fsdpc.checkpoint.convert import convert
 from fsdpc.checkpoint.verify import compare, verify
 
 Values = dict[str, Tensor]
-OPERATIONS = 14  # how many operations a life has
+OPERATIONS = 14  # the number of operations of a life
 DEADLINE_S = 120
 
 
@@ -85,12 +89,13 @@ def same(one: Values, other: Values) -> bool:
 
 
 class Wrong(Exception):
-    """What must not happen has happened."""
+    """An error of the fuzzer: the library did what it must not do."""
 
 
 @dataclass
 class Saved:
-    """A checkpoint at its path. ``order``: when it was published; ``damaged``: how, or ""."""
+    """A checkpoint at its path. ``order`` is larger for a step that was published later.
+    ``damaged`` says how the checkpoint was damaged, and is "" for an intact checkpoint."""
 
     path: Path
     values: Values
@@ -98,7 +103,7 @@ class Saved:
     damaged: str = ""
 
     def unknown(self) -> bool:
-        """Whether its manifest does not tell when it was published."""
+        """Return True if the manifest does not tell when the checkpoint was published."""
         return self.damaged.endswith(" fsdpc.json")
 
 
@@ -126,7 +131,8 @@ class Life:
     # --- operations ----------------------------------------------------------------------------
 
     def live(self) -> list[int]:
-        """Steps, the last published first, without those that the run has left by going back."""
+        """Return the steps of the run, the last published first, without the steps that the run
+        left when it went back to an earlier step."""
         found: list[int] = []
         for step in sorted(self.steps, key=lambda s: -self.steps[s].order):
             if not found or step < found[-1]:
@@ -188,7 +194,7 @@ class Life:
             self.steps[wanted].order = self.orders
 
     def gone(self) -> bool:
-        """Whether no step has a manifest any more: then nothing tells which steps there are."""
+        """Return True if no step has a manifest any more. Then nothing tells which steps exist."""
         return not any((s.path / "fsdpc.json").exists() for s in self.steps.values())
 
     def do_load(self) -> None:
@@ -296,7 +302,7 @@ class Life:
             self.plain[target.name] = made
 
     def do_overwrite(self) -> None:
-        """A path is written again and again while a child process loads it."""
+        """Write a path again and again while a child process loads from it."""
         name = self.rng.choice(["a", "b"])
         path = self.home / name
         self.fill()
@@ -321,7 +327,7 @@ class Life:
             self.end_child(child)
 
     def refuses(self, path: Path) -> bool:
-        """Whether something is there that is no checkpoint: no save replaces it."""
+        """Return True if the path exists and is no checkpoint. A save must not replace it."""
         if not path.exists() or (path / "fsdpc.json").exists():
             return False
         try:
@@ -355,7 +361,7 @@ class Life:
                 raise Wrong("a load of what was overwritten mixed saves")
 
     def do_kill(self) -> None:
-        """A child process saves and is killed at some moment."""
+        """Save in a child process that is killed at a random moment."""
         step = self.step + 10
         manifest = self.run.path(step) / "fsdpc.json"
         before = manifest.read_bytes() if manifest.exists() else b""
@@ -372,7 +378,8 @@ class Life:
             self.publish(step, kept(self.model, self.optimizer))
 
     def do_foreign(self) -> None:
-        """Loads files of torch: right values or an error; what is cut or lost must be an error."""
+        """Load files that torch wrote. A load must give the right values or raise an error; if a
+        file is cut or lost, it must raise an error."""
         form = self.rng.choice(["bin", "pt", "dcp"])
         self.saves += 1
         path = self.home / f"foreign-{self.saves}"
@@ -476,7 +483,7 @@ class Life:
 
 
 def run_case(seed: int, number: int, tell: Callable[[str], None]) -> Counter[str]:
-    """Runs one life. ``Wrong``: something is not as it must be."""
+    """Run one life. Raise ``Wrong`` if something is not as it must be."""
     with tempfile.TemporaryDirectory() as folder:
         life = Life(f"{seed}:{number}", Path(folder), tell)
         life.live_on()
@@ -484,7 +491,7 @@ def run_case(seed: int, number: int, tell: Callable[[str], None]) -> Counter[str
 
 
 def run(seed: int, seconds: float, first: int = 0) -> tuple[int, Counter[str], list[str]]:
-    """Runs lives until the time is over: returns their number, the operations and the faults."""
+    """Run lives until the time is over; return their number, the operations and the faults."""
     begun, number, done = time.monotonic(), first, Counter[str]()
     faults = []
     while time.monotonic() - begun < seconds:

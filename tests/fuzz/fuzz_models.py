@@ -5,9 +5,10 @@
     python tests/fuzz/fuzz_models.py --seed 1 --only 1234 --shrink # and made smaller
     python tests/fuzz/fuzz_models.py --without lora,ema,penalty    # features switched off
 
-A case is a function of seed and number. Its outcome: ok, invalid (the unsharded program raises, or
-overflows), refused (fsdpc raised an error), WRONG (a value beyond the bound, or NaN), HUNG (a
-deadline passed) or CRASHED (a signal). Cases run on ranks that live until one is not ok.
+A case depends only on the seed and its number. Its outcome is ok, invalid (the unsharded program
+raises an error, or overflows), refused (fsdpc raised an error), WRONG (a value differs by more than
+the bound, or is NaN), HUNG (a deadline passed) or CRASHED (a process died of a signal). Ranks run
+one case after another until a case is neither ok nor invalid; new ranks run the next cases.
 """
 
 from __future__ import annotations

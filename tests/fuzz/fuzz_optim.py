@@ -3,12 +3,15 @@
 python tests/fuzz/fuzz_optim.py --cases 10000 --seed 1
 python tests/fuzz/fuzz_optim.py --seed 1 --only 77        # one case, and its description
 
-A case draws an optimizer with its flags, parameters (empty ones, one element, ends of blocks of
-256), steps with gradients that may be missing, not contiguous, huge, zero or not finite, and a
-resume through a state dict in the middle; it runs on every instruction set.
-Parameters must stay within rounding of the reference, be not finite where the reference is, and be
-equal to the bit on every instruction set, and in steps that all go the long way (without a table).
-Another run clips, with a scale and copies: equal to the bit with and without a table.
+A case draws an optimizer with its flags, the sizes of parameters, the number of steps, and a step
+after which the optimizer is resumed from a state dict. The sizes are 0, 1, and sizes near multiples
+of 256. Gradients may be missing, not contiguous, huge, zero or not finite. Each case runs on every
+instruction set.
+
+Parameters must stay within rounding of the reference, and be finite where the reference is finite.
+They must be bitwise equal on every instruction set, and in steps without a table. Two further runs
+clip gradients, with a gradient scale and copies of the parameters; the results with and without a
+table must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}
 
 @dataclass
 class Case:
-    """What is drawn from a seed."""
+    """A case that is drawn from a seed."""
 
     seed: int
     kind: str = ""
@@ -92,12 +95,12 @@ def gradient(case: Case, step: int, number: int, size: int) -> Tensor | None:
 
 
 class Reference:
-    """One parameter in float64 by the formulas of docs/optimizers.md."""
+    """One parameter in float64, which is stepped by the formulas of docs/optimizers.md."""
 
     def __init__(self, case: Case, value: Tensor) -> None:
         self.case, self.p, self.t = case, value.double(), 0
         self.m, self.v, self.x = (torch.zeros_like(self.p) for _ in range(3))
-        self.most = 0.0  # magnitude of the largest value that SGD has added up
+        self.most = 0.0  # the largest magnitude of the values that SGD has added up
 
     def step(self, grad: Tensor) -> None:
         """Takes one step."""
@@ -136,7 +139,8 @@ class Reference:
 def run(
     case: Case, simd: str, *, table: bool = True, clip: bool = False
 ) -> tuple[list[Tensor], list[Reference]]:
-    """Runs a case with an instruction set; returns parameters (and copies) and references."""
+    """Run a case with an instruction set. Return the parameters, followed by any copies, and the
+    references."""
     os.environ["FSDPC_SIMD"] = simd
     values = [
         torch.randn(n, generator=torch.Generator().manual_seed(i)).to(case.dtype)
@@ -168,7 +172,7 @@ def run(
 
 
 def judge(case: Case, found: Tensor, reference: Reference) -> None:
-    """``AssertionError``: a parameter is not what the formula gives, within rounding."""
+    """Raise ``AssertionError`` if a parameter does not have the formula's value within rounding."""
     expected = reference.p
     if case.special is not None or case.options["lr"] == 0:
         low = expected.to(case.dtype)
@@ -177,12 +181,13 @@ def judge(case: Case, found: Tensor, reference: Reference) -> None:
             assert torch.equal(found[good], low[good])
         assert bool((found.isfinite() | ~low.isfinite()).all()), "not finite where it should be"
         return
-    # Each step rounds the parameter, and the update by a part of the learning rate.
+    # Each step rounds the parameter. It also rounds the update, with an error in proportion to the
+    # learning rate.
     low = case.dtype is torch.bfloat16 or case.kind == "AdamWBF16"
     limit = (1 + expected.abs()) * ULP[case.dtype] * 8 * case.steps
     if case.kind == "SGD":
         limit = limit + reference.most * case.options["lr"] * case.steps * (4e-2 if low else 1e-5)
-    elif case.kind == "Lion":  # rounding may change a sign
+    elif case.kind == "Lion":  # rounding may flip the sign of an update
         limit = limit + 2 * case.options["lr"] * case.steps
     else:
         limit = limit + case.options["lr"] * case.steps * (1.0 if low else 1e-3)

@@ -1,4 +1,6 @@
-"""Runs the fuzzer's cases on ranks that live until a case is not ok, and judges them."""
+"""Functions that run the fuzzer's cases on ranks, and judge the cases. The ranks run cases until a
+case is neither ok nor invalid.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ from kinds import STATE
 from trees import Cut, describe
 
 PEER_TIMEOUT_S = 15.0  # the deadline of a wait for another rank
-CASE_TIMEOUT_S = 40.0  # of a whole case: then the rank prints its stacks and ends
+CASE_TIMEOUT_S = 40.0  # the limit of a whole case, after which the rank prints its stacks and ends
 BATCH = 100
 WHOLE = Cut()
 BAD = ("WRONG", "HUNG", "CRASHED")
-ENGINE = {"CommTimeout"}  # errors of a rank that waited in vain
-LEFT = {"PeerError"}  # errors of a rank whose peer failed first
+ENGINE = {"CommTimeout"}  # types of errors that a rank raises when its deadline has passed
+LEFT = {"PeerError"}  # types of errors that a rank raises when another rank has failed before
 
 
 @dataclasses.dataclass
@@ -62,8 +64,8 @@ def run_batch(
     patch: str = "",
     until: float = math.inf,
 ) -> None:
-    """Runs cases one after the other until `until`, a time of the monotonic clock; each outcome is
-    written before the next case begins.
+    """Run cases one after the other until the time `until` of the monotonic clock. The outcome of a
+    case is written before the next case begins.
     """
     STATE.rank = rank
     if patch:
@@ -93,7 +95,7 @@ def run_batch(
             )
             print(line, file=file, flush=True)
             if outcome not in ("ok", "invalid"):
-                os._exit(0)  # ranks are in different places now: new ones take the other cases
+                os._exit(0)  # ranks may be at different places, so new ranks run the other cases
 
 
 def hybrid_groups(rank: int, world: int) -> Any:
@@ -146,7 +148,8 @@ def run_case(seed: str, cut: Cut, world: int, groups: Any) -> tuple[str, str, st
 
 
 def difference(got: Any, expected: Any, low: bool) -> str:
-    """ "" if equal, else the first record that differs. NaN is never equal to anything."""
+    """Return "" if the records are equal, else the first record that differs. NaN never equals
+    anything."""
     if [label for label, _ in got] != [label for label, _ in expected]:
         return f"records differ: {[g for g, _ in got][:60]}"
     for (label, values), (_, others) in zip(got, expected, strict=True):
@@ -160,8 +163,9 @@ def difference(got: Any, expected: Any, low: bool) -> str:
     return ""
 
 
-# fp32 programs differ only by the order of sums, which a few steps amplify. In low precision a
-# parameter that differs in its last bit is rounded to another value of the compute type.
+# Programs in fp32 differ only by the order of sums, and a few steps amplify these differences. In
+# low precision, a parameter that differs in its last bit may be rounded to another value of the
+# compute type.
 def compare(values: dict[str, Any], others: dict[str, Any], low: bool) -> str:
     rtol = 0.15 if low else 1e-3
     largest = [o.double().abs().max() for o in others.values() if o.numel()]
@@ -205,7 +209,8 @@ def run_numbers(
     patch: str = "",
     until: float = math.inf,
 ) -> Iterator[Result]:
-    """Runs cases that need the same kind of ranks; after one that is not ok, on new ranks."""
+    """Run cases that need the same kind of ranks. After a case that is neither ok nor invalid,
+    start new ranks."""
     left = list(numbers)
     while left and time.monotonic() < until:
         folder = tempfile.mkdtemp(prefix="fsdpc-fuzz-")
@@ -243,7 +248,8 @@ def environment(config: cases.Config, timeout: float | None) -> dict[str, str]:
 
 
 def collect(folder: Path, world: int, numbers: list[int], outcomes: list[Any]) -> list[Result]:
-    """The results of cases, up to the first that is not ok on every rank."""
+    """Return the results of the cases, up to the first case that is neither ok nor invalid,
+    inclusive."""
     lines, begun = [], set()
     for rank in range(world):
         file = folder / f"rank{rank}"
@@ -295,7 +301,7 @@ class Summary:
     def add(self, result: Result) -> None:
         self.outcomes[result.outcome] += 1
         if result.outcome != "ok":
-            # numbers do not tell faults apart
+            # Errors that differ in numbers only count as the same fault.
             key = re.sub(r"\d+(\.\d+)?(e-?\d+)?", "N", result.text)[:160]
             self.texts.setdefault((result.outcome, key), []).append(result.number)
 
@@ -331,7 +337,8 @@ def fuzz(
     each: Any = None,
     batch: int = BATCH,
 ) -> Summary:
-    """Runs cases, those of one kind of ranks together. Ctrl-C ends the run with a summary."""
+    """Run cases in batches; all cases of a batch need the same kind of ranks. Ctrl-C ends the run
+    with a summary."""
     summary = Summary(seed)
     until = time.monotonic() + 60 * minutes if minutes else math.inf
     try:
@@ -348,7 +355,8 @@ def fuzz(
 def batches(
     seed: int, numbers: list[int], cut: Cut, world: int, size: int
 ) -> Iterator[tuple[cases.Config, list[int]]]:
-    """Groups of up to `size` cases that need as many ranks and the same collectives."""
+    """Yield groups of up to `size` cases that need the same number of ranks and the same
+    collectives."""
     waiting: dict[tuple[Any, ...], list[int]] = {}
     for n in numbers:
         config = cases.config_of(f"{seed}:{n}", cut.without, world)
@@ -376,7 +384,8 @@ def outcome_of(seed: int, number: int, cut: Cut, world: int = 0, times: int = 2)
 
 
 def shrink(seed: int, number: int, cut: Cut, wanted: Result, world: int = 0) -> Cut:
-    """Leaves out operations, nodes, units and features one by one while the outcome stays."""
+    """Try to leave out each operation, node, unit and feature, one after the other. A part stays
+    left out if the outcome is the same without the part. Return the cut."""
     case = cases.draw_case(f"{seed}:{number}", cut, world)
     steps = (
         [("ops", i) for i in range(12)]

@@ -1,5 +1,5 @@
-"""Operations of programs beyond training: what people do to weights, children and modules between
-two steps. Some must be refused, and the program goes on.
+"""Operations beyond training: what programs do to weights and modules, and to child processes,
+between two steps. fsdpc must refuse some of these operations; the program then goes on.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from sides import Plain, Side
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-REFUSED = "refused"  # the name in a record that stands for any value
+REFUSED = "refused"  # a record that has a value of this name counts as equal
 
 
 def refused(side: Side, text: str, call: Callable[[], Any]) -> None:
-    """``call`` must raise an error with ``text`` on a sharded model; the copy takes no part."""
+    """Check that ``call`` raises an error with ``text`` on a sharded model. The unsharded copy does
+    not call it."""
     if isinstance(side, Plain):
         side.optimizer.zero_grad()
         return
@@ -40,7 +41,7 @@ def refused(side: Side, text: str, call: Callable[[], Any]) -> None:
 
 
 def sharded(side: Side) -> bool:
-    """Whether weights are in parts, which the engine gathers."""
+    """Return True if the weights are sharded, so that the engine gathers them."""
     return side.case.config.world > 1 and side.case.config.strategy != "NO_SHARD"
 
 
@@ -53,7 +54,8 @@ def loss_of(out: Tensor) -> Tensor:
 
 
 def learn(side: Side, label: str, loss: Tensor | None = None) -> None:
-    """The rest of a step; records gradients. ``loss``: its backward has not run yet."""
+    """Run the rest of a step, and record the gradients. If ``loss`` is given, run the backward of
+    ``loss`` first."""
     if loss is not None and loss.requires_grad:
         side.backward(loss)
     side.average()
@@ -63,7 +65,7 @@ def learn(side: Side, label: str, loss: Tensor | None = None) -> None:
 
 
 def write_lost(side: Side, x: Tensor) -> None:
-    """A forward writes into a weight and does not put the old value back."""
+    """Write into a weight during a forward, without putting the old value back."""
     if not sharded(side):
         return
 
@@ -77,7 +79,7 @@ def write_lost(side: Side, x: Tensor) -> None:
         finally:
             handle.remove()
 
-    kept = [buffer.clone() for buffer in side.model.buffers()]  # the write also moves running means
+    kept = [buffer.clone() for buffer in side.model.buffers()]  # a forward changes running means
     if isinstance(side, Plain):
         side.forward(x)
     refused(side, "changed in place during forward", step)
@@ -86,10 +88,11 @@ def write_lost(side: Side, x: Tensor) -> None:
 
 
 def changed_before_backward(side: Side, x: Tensor) -> None:
-    """Weights change before backward: an error, or gradients of the old weights."""
+    """Change weights before backward. Backward must raise an error, or give the gradients of the
+    old weights."""
     label = "changed between forward and backward"
     if not side.case.config.in_place or not everywhere(side) or not sharded(side):
-        return  # one rank's weights are its shard: the change shows, as unsharded
+        return  # else some ranks may not notice the change, or backward may use it
     params = [p for p in side.trained().parameters() if p.is_floating_point()]
     loss = loss_of(side.forward(x))
     if not loss.requires_grad:
@@ -115,7 +118,8 @@ def changed_before_backward(side: Side, x: Tensor) -> None:
 
 
 def everywhere(side: Side) -> bool:
-    """Whether every rank holds a part of each parameter, and so sees each change."""
+    """Return True if every rank has a shard of each parameter, and therefore notices each
+    change."""
     world = side.case.config.world
     rows = [p.shape[0] if p.dim() else 0 for p in side.trained().parameters()]
     return all(n >= world and -(-n // -(-n // world)) == world for n in rows)
@@ -127,7 +131,8 @@ def change(params: list[Tensor], factor: float) -> None:
 
 
 def added(side: Side, x: Tensor) -> None:
-    """A module that no unit manages: refused, unless it is marked as the program's own."""
+    """Add a module that no unit manages. A forward must be refused until the module is marked as
+    replicated."""
     import fsdpc
 
     if isinstance(side, Plain):
@@ -145,7 +150,7 @@ def added(side: Side, x: Tensor) -> None:
 
 
 def fork(side: Side, x: Tensor) -> None:
-    """A forked child writes to its copy of the model between a forward and its backward."""
+    """Fork a child, which writes to its copy of the model between a forward and its backward."""
     loss = loss_of(side.forward(x))
     pid = 0 if isinstance(side, Plain) else os.fork()
     if pid == 0 and not isinstance(side, Plain):
@@ -165,13 +170,13 @@ def fork(side: Side, x: Tensor) -> None:
 
 
 def flags(side: Side, x: Tensor) -> None:
-    """Records which parameters are frozen, where parameters are whole."""
+    """Record which parameters are frozen, if the sharded model has the original parameters."""
     if side.case.config.use_orig:
         side.record("requires_grad", side.flags())
 
 
 def func(side: Side, x: Tensor, choice: float) -> None:
-    """Calls torch.func's transforms, where the unsharded model supports them."""
+    """Call torch.func's transforms, if the unsharded model supports them."""
 
     def run(model: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         if choice < 0.5:
@@ -210,7 +215,7 @@ def load_part(side: Side, x: Tensor, choice: float) -> None:
 
 
 def unshard(side: Side, x: Tensor, choice: float) -> None:
-    """Gathers some units by hand, before a step or an evaluation."""
+    """Gather some units explicitly, before a step or an evaluation."""
     units = [m for m in side.model.modules() if isinstance(m, FSDPModule)]
     rng = random.Random(choice)
     if side.case.config.in_place and not isinstance(side, Plain):
@@ -233,7 +238,7 @@ def unshard(side: Side, x: Tensor, choice: float) -> None:
 
 
 def part_of(side: Side, choice: float) -> list[Tensor]:
-    """Some of the parameters that train now; on both models the same ones."""
+    """Return some of the parameters that train now, the same ones for both models."""
     named = {toys.clean(n): p for n, p in side.trained().named_parameters()}
     return [p for p in sides.chosen(named, choice) if p.requires_grad]
 
@@ -245,7 +250,8 @@ def set_flags(side: Side, params: list[Tensor], trained: bool) -> None:
 
 
 def freeze_summoned(side: Side, x: Tensor, choice: float) -> None:
-    """Parameters are frozen, and trained again, while full parameters are shown."""
+    """Freeze parameters, and then train them again, each time while full parameters are
+    summoned."""
     if not side.case.config.use_orig:
         return
     shown = isinstance(side, sides.Sharded)
@@ -258,7 +264,8 @@ def freeze_summoned(side: Side, x: Tensor, choice: float) -> None:
 
 
 def switched(side: Side, x: Tensor, choice: float) -> None:
-    """A part is frozen for a pass between a forward and its backward, as with adapters."""
+    """Freeze some parameters for a pass between a forward and its backward, as programs with
+    adapters do."""
     if not side.case.config.use_orig:
         return
     loss, params = loss_of(side.forward(x)), part_of(side, choice)
@@ -270,7 +277,7 @@ def switched(side: Side, x: Tensor, choice: float) -> None:
 
 
 def uncalled(side: Side, x: Tensor) -> None:
-    """The outermost forward uses weights of modules outside of the modules' forwards."""
+    """Use the weights of modules outside of those modules' forwards, in the outermost forward."""
     STATE.uncalled = True
     try:
         out = side.forward(x)

@@ -1,4 +1,6 @@
-"""The nodes of the fuzzer's trees. Each has `forward(x)` from (rows, width) to the same shape."""
+"""The nodes of the fuzzer's trees. The `forward(x)` of each node maps (rows, width) to the same
+shape.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,24 @@ from fsdpc import activations
 
 @dataclasses.dataclass
 class State:
-    """Where the run is; the same object for all nodes of a process."""
+    """The state of the run, which all nodes of a process share."""
 
     rank: int = 0
     step: int = 0
     fail: str = ""  # where Fuse raises: "" (nowhere), "forward" or "backward"
-    uncalled: bool = False  # the root reads weights of modules outside of their forwards
+    # whether the root reads weights of modules outside of the modules' forwards
+    uncalled: bool = False
 
 
 STATE = State()
 
 
 class Planted(RuntimeError):
-    """Raised by a Fuse; both sides of the comparison catch it."""
+    """An error that a Fuse raises. Both sides of the comparison catch it."""
 
 
 class Node(nn.Module):
-    by_data = False  # which children run differs between ranks
+    by_data = False  # whether the ranks may run different children
     number = -1
     label = ""
     note = ""
@@ -106,7 +109,8 @@ class Scale(Node):
 
 
 class Odd(Node):
-    """Parameters of odd shapes, perhaps an empty one, and one that is not contiguous."""
+    """A node with parameters of odd shapes. One parameter is not contiguous, and another may be
+    empty."""
 
     def __init__(self, width, rng):
         super().__init__(width, rng)
@@ -120,7 +124,8 @@ class Odd(Node):
 
 
 class Lora(Node):
-    """A frozen weight beside a product of two that train, all parameters of one module."""
+    """A node with a frozen weight, and a product of two weights that train. All three weights
+    belong to one module."""
 
     def __init__(self, width, rng):
         super().__init__(width, rng)
@@ -135,7 +140,8 @@ class Lora(Node):
 
 
 class LoraOfModules(Node):
-    """LoRA as peft makes it; on a rank the frozen branch's backward may come late."""
+    """A LoRA layer of modules, as peft makes it. On some ranks, the frozen branch's backward may be
+    late."""
 
     def __init__(self, width, rng):
         super().__init__(width, rng)
@@ -201,7 +207,7 @@ class Integer(Node):
 
 
 class Buffers(Node):
-    """A running mean that forward replaces or writes into."""
+    """A node with a running mean, which forward replaces or writes in place."""
 
     def __init__(self, width, rng):
         super().__init__(width, rng)
@@ -225,7 +231,7 @@ class Buffers(Node):
 
 
 class Unused(Node):
-    """A parameter that nothing uses, and one that only some steps use."""
+    """A node with a parameter that is never used, and one that is used in some steps only."""
 
     def __init__(self, width, rng):
         super().__init__(width, rng)
@@ -240,7 +246,7 @@ class Unused(Node):
 
 
 class Tied(Node):
-    """Two modules of one unit with the same weight."""
+    """A node whose two modules share one weight, in the same unit."""
 
     def __init__(self, width, rng):
         super().__init__(width, rng)
@@ -274,7 +280,7 @@ class Attention(Node):
 
 
 class Force(Node):
-    """The gradient of an energy, taken inside forward, as in models of molecules."""
+    """A node whose forward takes the gradient of an energy, as models of molecules do."""
 
     def __init__(self, width, rng):
         super().__init__(width, rng)
@@ -289,7 +295,7 @@ class Force(Node):
 
 
 class Writes(Node):
-    """Scales its weight in place for its own forward, and puts it back."""
+    """A node that scales its weight in place for its own forward, and then restores the weight."""
 
     def __init__(self, width, rng):
         super().__init__(width, rng)
@@ -299,7 +305,7 @@ class Writes(Node):
         self.weight.data.mul_(2.0)
         try:
             return torch.tanh(F.linear(x, self.weight))
-        finally:  # torch's checkpoint leaves a forward that runs again by an exception
+        finally:  # torch's checkpoint ends a recomputed forward by an exception
             self.weight.data.mul_(0.5)
 
 
@@ -478,7 +484,8 @@ class Record:
 
 @dataclasses.dataclass
 class Output(OrderedDict):
-    """Fields that are items, too, and cannot be updated: as in transformers' ModelOutput."""
+    """A dataclass whose fields are also items, and whose items cannot be updated, as in
+    transformers' ModelOutput."""
 
     first: Tensor
     second: Tensor | None = None
@@ -499,7 +506,7 @@ register_pytree_node(Output, lambda o: (list(o.values()), list(o)), output_of)
 
 
 class Several(nn.Module):
-    """Returns its child's output and an output of its own, in a container."""
+    """A module that returns its child's output and a second output, in a container."""
 
     def __init__(self, child, width, form):
         super().__init__()
@@ -524,7 +531,7 @@ class Several(nn.Module):
 
 
 class Outputs(Around):
-    """Uses both outputs of a child, or one of them, or the second one only as a value."""
+    """A node that uses both outputs of its child, or one of them, or detaches the second one."""
 
     def __init__(self, width, rng, *children):
         form = rng.choice(["tuple", "list", "dict", "named", "record", "deque", "output"])
@@ -556,7 +563,7 @@ class Outputs(Around):
 
 
 class Cross(Around):
-    """The second child takes the first child's output beside the input."""
+    """A node whose second child takes the input plus the first child's output."""
 
     def __init__(self, width, rng, *children):
         super().__init__(width, rng, *children)
@@ -601,7 +608,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Slow(Around):
-    """One rank is late here, in forward, in backward or in both."""
+    """A node in which one rank is late, in forward, in backward or in both."""
 
     def __init__(self, width, rng, *children):
         super().__init__(width, rng, *children)
@@ -619,7 +626,7 @@ class Slow(Around):
 
 
 class Hooked(Around):
-    """Hooks of the user: on the activation or on the module."""
+    """A node with a hook of the user, on an activation or on the child."""
 
     def __init__(self, width, rng, *children):
         super().__init__(width, rng, *children)
@@ -662,7 +669,7 @@ class Burn(torch.autograd.Function):
 
 
 class Fuse(Around):
-    """Raises when it is asked to."""
+    """A node that raises an error in forward or in backward, as STATE.fail says."""
 
     def forward(self, x):
         y = self.c0(x)
@@ -688,7 +695,8 @@ class Positions(nn.Module):
 
 
 class ReturnsView(Around):
-    """Positional embeddings, taken first and used several units later."""
+    """A node that takes positional embeddings before its children run, and adds them after its
+    children."""
 
     def __init__(self, width, rng, *children):
         super().__init__(width, rng, *children)
@@ -743,7 +751,8 @@ class GeneratorOut(Around):
 
 
 class TiedByHand(Around):
-    """The last layer uses the weight of an embedding, which the parent reads."""
+    """A node whose last operation reads the weight of an embedding outside of the embedding's
+    forward."""
 
     def __init__(self, width, rng, *children):
         super().__init__(width, rng, *children)
@@ -756,7 +765,7 @@ class TiedByHand(Around):
 
 
 class Teacher(Around):
-    """Another model, which is evaluated here and is no part of the tree."""
+    """A node that evaluates another model, which is no module of the tree."""
 
     def __init__(self, width, rng, *children):
         super().__init__(width, rng, *children)
@@ -771,7 +780,7 @@ class Teacher(Around):
 
 
 class Compressed(Around):
-    """What autograd saves here is kept in fewer bytes, on both sides."""
+    """A node whose saved tensors are compressed, on both sides of the comparison."""
 
     def __init__(self, width, rng, *children):
         super().__init__(width, rng, *children)
@@ -783,7 +792,8 @@ class Compressed(Around):
 
 
 class Checked(Around):
-    """The sharded side computes the block again in backward; the unsharded side does not."""
+    """A node whose block is recomputed in backward on the sharded side, but not on the unsharded
+    side."""
 
     def __init__(self, width, rng, *children):
         super().__init__(width, rng)
@@ -803,7 +813,7 @@ class Block(nn.Module):
 
 
 class Renamed(Around):
-    """A child whose name differs between ranks."""
+    """A node whose child has different names on different ranks."""
 
     def __init__(self, width, rng, *children):
         super().__init__(width, rng)

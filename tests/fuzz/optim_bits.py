@@ -1,14 +1,18 @@
-"""Optimizers of whole matrices on real models, sharded, against one process: to the bit.
+"""Optimizers of whole matrices on real models: sharded ranks against one process, bitwise.
 
-python tests/fuzz/optim_bits.py                          # all of it: a table, some minutes
+python tests/fuzz/optim_bits.py                          # everything; takes some minutes
 python tests/fuzz/optim_bits.py --models moe --optimizers Muon --worlds 3
 
-Every rank has its own batch. One process trains a copy on all of them: gradients are added in the
-ranks' order and divided once, as the engine does, and the same optimizer of ours steps it
-("unsharded"), and torch's beside it on a third copy, where torch has the rule: fused matrices and
-experts as parameters of their own, and torch's fused AdamW for what is no matrix. Compared after
-the last step: losses of rank 0 in each step, parameters, and averages (`optim.Average`).
-A cell says how many elements differ, of all worlds and interfaces.
+Every rank has its own batch. One process trains a copy on the batches of all ranks ("unsharded").
+It adds the gradients in the order of the ranks and divides them once, as the engine does, and steps
+the copy by the same optimizer of fsdpc. Where torch has the optimizer, torch's optimizer steps a
+third copy: fused matrices and experts are then separate parameters, and torch's fused AdamW steps
+the parameters that are no matrices.
+
+After the last step, the losses of rank 0 in each step, the parameters, and the averages
+(`optim.Average`) are compared. The program prints a table with a cell for each optimizer and model.
+A cell has two counts, which are sums over all worlds and interfaces: how many values differ from
+those of fsdpc's optimizer in one process, and how many differ from those of torch's optimizer.
 """
 
 from __future__ import annotations
@@ -76,7 +80,7 @@ class Gated(nn.Module):
 
 
 class Experts(nn.Module):
-    """Five experts in one parameter: no number of ranks but 1 and 5 divides that."""
+    """Five experts in one parameter, which only 1 or 5 ranks can divide evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +182,8 @@ def ours(model: nn.Module, name: str) -> tuple[Any, optim.Average]:
 
 
 class Torchs:
-    """torch's optimizers for a copy; their parameters are matrices in the copy's memory."""
+    """torch's optimizers for a copy of the model. Their parameters are matrices in the copy's
+    memory."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         kind, options = OPTIMIZERS[name]
@@ -212,7 +217,8 @@ def torch_has(name: str) -> bool:
 
 
 def mean_gradients(model: nn.Module, step: int, world: int) -> float:
-    """Sets the mean over the ranks' batches, added as the engine does; returns rank 0's loss."""
+    """Set the gradients to the mean over the ranks' batches, added in the engine's order. Return
+    rank 0's loss."""
     total: list[Tensor] = []
     losses = []
     for rank in range(world):
@@ -231,7 +237,8 @@ Result = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
 
 
 def one_process(model: str, name: str, world: int, steps: int) -> tuple[Result, Result | None]:
-    """One process with our optimizer, and with torch's where torch has the rule (else None)."""
+    """Train in one process by fsdpc's optimizer, and by torch's. Return both results; the second is
+    None if torch has no such optimizer."""
     copy = build(model)
     optimizer, average = ours(copy, name)
     losses = []
@@ -276,7 +283,7 @@ def sharded(model: str, door: str) -> nn.Module:
 
 
 def full(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the whole parameters. Collective."""
+    """Return copies of the full parameters. Collective."""
     if isinstance(model, fsdpc.FSDP):
         with fsdpc.FSDP.summon_full_params(model, writeback=False):
             every = {k: p.detach().clone() for k, p in model.named_parameters()}
@@ -300,7 +307,7 @@ def on_ranks(model: str, name: str, door: str, rank: int, steps: int) -> Result:
 
 
 def differing(one: Result, other: Result) -> int:
-    """How many losses and elements are not equal to the bit."""
+    """Return how many losses and elements are not bitwise equal."""
     count = sum(a != b for a, b in zip(one[0], other[0], strict=True))
     for mine, theirs in zip(one[1:], other[1:], strict=True):
         assert mine.keys() == theirs.keys(), (mine.keys(), theirs.keys())
@@ -332,7 +339,8 @@ def run_rank(rank: int, world: int, store: str, given: Any, box: Any) -> None:
 
 
 def run(given: Any) -> Counts:
-    """For each model, optimizer, world and interface: how much differs from ours and torch's."""
+    """Return two counts for each model, optimizer, world and interface: how many values differ from
+    those of fsdpc's optimizer in one process, and from those of torch's optimizer."""
     found: Counts = {}
     for world in given.worlds:
         with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:

@@ -167,7 +167,7 @@ def fail(side: Side, number: int, choice: float, again: float) -> None:
 
 
 def freeze(side: Side, number: int, choice: float, again: float) -> None:
-    """Freezes some parameters, trains, and mostly lets them train again."""
+    """Freeze some parameters, train, and in most cases let these parameters train again."""
     if not side.case.config.use_orig:
         return
     side.freeze(choice, True)
@@ -224,7 +224,7 @@ def ema(side: Side, number: int, choice: float, again: float) -> None:
 
 
 def rebuild_graph_late(side: Side, number: int, choice: float, again: float) -> None:
-    """Keeps a graph of this step, and runs its backward after that of a later graph."""
+    """Keep a graph of this step, and run its backward after the backward of a later graph."""
     kept = side.forward(batch(side, number, 0))
     with torch.no_grad():
         side.record(f"op {number} between", {"out": side.forward(batch(side, number, 1))})

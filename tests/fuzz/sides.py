@@ -1,8 +1,8 @@
-"""The two models that a program runs on: the sharded one, and its unsharded copy.
+"""The two models on which a program runs: the sharded model, and its unsharded copy.
 
-`Side` is what a program sees of either. The unsharded side averages gradients over ranks where the
-sharded one must have reduced them: before a record of gradients, before clipping, before the
-optimizer's step.
+`Side` is a program's view of either model. The unsharded side averages gradients over the ranks
+where the sharded side must have reduced them: before gradients are recorded, before clipping, and
+before the optimizer's step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Records = list[tuple[str, dict[str, Tensor]]]
 
 
 class Side:
-    """A program's view of a model: what the program can do with either kind."""
+    """A program's view of a model, with the operations that both kinds of models support."""
 
     def __init__(self, case: Case, model: nn.Module) -> None:
         self.case, self.model = case, model
@@ -51,7 +51,7 @@ class Side:
         }[kind]()
 
     def trained(self) -> nn.Module:
-        """The module that has the parameters which the optimizer steps."""
+        """Return the module whose parameters the optimizer steps."""
         return self.model
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +68,8 @@ class Side:
     def average(self) -> None: ...
 
     def ask(self, forward: Callable[[], Tensor], into: bool) -> None:
-        """Takes all parameters' gradients, by backward's ``inputs`` or by ``autograd.grad``."""
+        """Compute the gradients of all parameters: by a backward with ``inputs`` if ``into`` is
+        true, else by ``autograd.grad``."""
         params = [p for p in self.model.parameters() if p.requires_grad]
         loss = forward()
         if into:
@@ -80,7 +81,8 @@ class Side:
                 p.grad = grad if p.grad is None else p.grad + grad
 
     def head_weight(self) -> Tensor | None:
-        """The weight of the head, read without calling the head; None where it cannot be read."""
+        """Return the head's weight without calling the head, or None if the weight cannot be
+        read."""
         config = self.case.config
         return self.model.head.weight if config.in_place and config.keeps_root else None
 
@@ -114,18 +116,18 @@ class Side:
 
 
 class Abandoned(Exception):
-    """The program raised on another rank."""
+    """An error that ends a program after the program has raised on another rank."""
 
 
 def agree(going_on: bool) -> bool:
-    """Whether all ranks go on; a rank whose program raised calls this once, with False."""
+    """Return True if all ranks go on. A rank whose program raised calls this once, with False."""
     stopped = torch.tensor(float(not going_on))
     dist.all_reduce(stopped)
     return not stopped
 
 
 class Plain(Side):
-    """The unsharded copy. With mixed precision another copy, in the low type, computes."""
+    """The unsharded copy. With mixed precision, a further copy in the low precision computes."""
 
     def __init__(self, case: Case, model: nn.Module) -> None:
         super().__init__(case, model)
@@ -176,7 +178,7 @@ class Plain(Side):
             if used[i] == 0:
                 continue
             total = (torch.zeros_like(p) if p.grad is None else p.grad).clone(
-                memory_format=torch.contiguous_format  # ranks' gradients may have other strides
+                memory_format=torch.contiguous_format  # strides may differ between the ranks
             )
             dist.all_reduce(total)
             p.grad = total / self.world * (0.5 if self.case.config.hook else 1.0)
@@ -214,7 +216,7 @@ class Plain(Side):
 
 
 class OfFsdpc(Side):
-    """A model as `shard` returns it, and a second model beside it."""
+    """A model that `shard` has sharded, perhaps with a second sharded model beside it."""
 
     def __init__(
         self, case: Case, model: nn.Module, shard: Callable[[], nn.Module], groups: Any = None
@@ -225,7 +227,7 @@ class OfFsdpc(Side):
         super().__init__(case, shard())
         for name, p in self.model.named_parameters():
             if toys.clean(name) in self.frozen:
-                p.was_frozen = True  # also where p took the place of a meta parameter
+                p.was_frozen = True  # p may have replaced a parameter on the meta device
         self.make_optimizer(case.optimizer)
 
     def load_part(self, state: dict[str, Any]) -> None:
@@ -306,7 +308,8 @@ class Sharded(OfFsdpc):
 
 
 class InPlace(OfFsdpc):
-    """Sharded by ``fully_shard``: parameters are DTensors, on which torch's functions work."""
+    """A model sharded by ``fully_shard``. Its parameters are DTensors, so torch's functions work on
+    them."""
 
     def __init__(self, case: Case, model: nn.Module, groups: Any = None) -> None:
         super().__init__(case, model, lambda: filled(model, case.config))
@@ -314,7 +317,8 @@ class InPlace(OfFsdpc):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In turn: no unit is summed, every second one is, the others are."""
+        """Leave the gradients of some units unsummed: of all units in every third call, and in the
+        other calls either of the units with even numbers or of the units with odd numbers."""
         units = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
         self.unsynced += 1
         for i, unit in enumerate(units):
@@ -363,7 +367,8 @@ class InPlace(OfFsdpc):
 
 
 def shard_in_place(model: nn.Module, config: Config) -> nn.Module:
-    """Calls ``fully_shard`` on each wrapped module from the inside, then on the root."""
+    """Call ``fully_shard`` on each wrapped module, the innermost ones first, and then on the
+    root."""
     import fsdpc
 
     meshes = another_mesh(config, make_mesh(config))
@@ -425,7 +430,7 @@ def another_mesh(config: Config, mesh: Any) -> Iterator[Any]:
 
 
 def filled(model: nn.Module, config: Config) -> nn.Module:
-    """The sharded model with its values, also if it was sharded on the meta device."""
+    """Return the sharded model with its values, also if it was sharded on the meta device."""
     if not config.meta:
         made = shard_in_place(model, config)
     else:
@@ -454,7 +459,7 @@ def halve(total: Tensor) -> None:
 
 
 def emptied(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, tied where the model is."""
+    """Return a copy on the meta device, in which the same parameters are tied."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
@@ -465,7 +470,7 @@ def emptied(model: nn.Module) -> nn.Module:
 
 
 def as_parts(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Turns whole values into DTensors like those of the model's state."""
+    """Turn full values into DTensors like those of the model's state dict."""
     own = model.state_dict()
     return {
         k: distribute_tensor(v, own[k].device_mesh, own[k].placements)
@@ -486,7 +491,8 @@ def load_part(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 def check_blocks(model: nn.Module) -> None:
-    """Checkpoints the marked blocks (of nested ones the outermost): backward runs them again."""
+    """Checkpoint the marked blocks, so that backward runs them again. Of nested blocks, checkpoint
+    only the outermost."""
     inside = {
         id(block)
         for outer in model.modules()
@@ -502,7 +508,8 @@ def check_blocks(model: nn.Module) -> None:
 
 
 def second_model(config: Config, groups: Any = None) -> nn.Module | None:
-    """Another sharded model, which has had a backward and lives as long as the first; or None."""
+    """If the configuration asks for a second model, return a sharded model that has run a backward;
+    otherwise return None."""
     if not config.second:
         return None
     other = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
@@ -514,7 +521,7 @@ def second_model(config: Config, groups: Any = None) -> nn.Module | None:
 
 
 def copied(model: Any) -> Any:
-    """A deep copy that keeps the marks on parameters."""
+    """Return a deep copy that keeps the ``was_frozen`` marks of parameters."""
     other = copy.deepcopy(model)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         if hasattr(a, "was_frozen"):
@@ -523,7 +530,7 @@ def copied(model: Any) -> Any:
 
 
 def chosen(named: dict[str, nn.Parameter], choice: float) -> list[nn.Parameter]:
-    """Parameters that were trained at the start: some of them, or those of one module."""
+    """Of the parameters that were trained at the start, return some, or all of one module."""
     names = [n for n, p in named.items() if p.is_floating_point() and not hasattr(p, "was_frozen")]
     rng = random.Random(choice)
     if rng.random() < 0.5:
@@ -536,7 +543,8 @@ MIXED = ("FULL_SHARD", "SHARD_GRAD_OP")
 
 
 def shard(model: nn.Module, config: Config, groups: Any = None) -> nn.Module:
-    """The model wrapped as the configuration says, by hand from the inside or by a policy."""
+    """Wrap the model as the configuration says: by hand, the innermost modules first, or by a
+    policy."""
     from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import CustomPolicy
 

@@ -1,6 +1,6 @@
-"""Random calls of the extension, and the faults that such calls found, one test each.
+"""Tests that make random calls of the extension, and one test for each fault that such calls found.
 
-What could end the process runs in a forked one.
+Code that could end the process runs in a forked process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PRELUDE = """
 
 
 def passes(text: str) -> None:
-    """Runs a program in a forked process: no signal, exception or hang may end it."""
+    """Run a program in a forked process, which no signal, exception or hang may end."""
     program = compile(textwrap.dedent(PRELUDE) + textwrap.dedent(text), "program", "exec")
     with tempfile.TemporaryFile() as output:
         pid = os.fork()
@@ -398,4 +398,4 @@ def test_every_call_of_the_extension_is_made():
         if callable(value) and not isinstance(value, type) and not name.startswith("__")
     }
     missing = {name for name in named if not re.search(rf"\b{name}\b", text)}
-    assert missing == {"set_deadline"}  # only tests call it
+    assert missing == {"set_deadline"}  # only tests call this function, so the fuzzer does not

@@ -1,4 +1,6 @@
-"""A bounded part of fuzz_files.py, and that it finds planted faults."""
+"""Tests that run a bounded number of lives of fuzz_files.py, and that check that planted faults are
+found.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def highest_step(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
     return found
 
 
-# Where a fault is planted, how, what a life says that finds it, and the first life that does.
+# For each fault: the module and the name that are replaced, the replacement, what a life that finds
+# the fault reports, and the number of the first such life.
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], str, int]] = {
     "the highest step wins": (steps, "read_steps", highest_step, "went on from step", 33),
     "verify finds nothing": (
@@ -56,7 +59,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], str, int]] = {
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_planted_faults_are_found(what: str, monkeypatch: pytest.MonkeyPatch):
-    """Each fault is found by a life that is right without it."""
+    """A life finds each planted fault, and passes without the fault."""
     module, name, wrapped, text, first = FAULTS[what]
     with monkeypatch.context() as patch:
         patch.setattr(module, name, wrapped(getattr(module, name)))

@@ -1,6 +1,7 @@
-"""A bounded part of the fuzzer of models, and that it finds what is planted.
+"""Tests that run a bounded number of cases of the model fuzzer, and that check that planted faults
+are found.
 
-`python tests/fuzz/fuzz_models.py --cases 10000` is the long form.
+`python tests/fuzz/fuzz_models.py --cases 10000` runs more cases.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ SECONDS = 10.0
 EVERYTHING = Cut()
 REFUSED = 0.05  # the share of cases that fsdpc may refuse
 NO_COMMUNICATION = ("c10d", "hybrid")
-FSDP1 = "fully_shard"  # left out, as the faults are planted in the FSDP1 side
+# A feature that a test switches off, because its faults are planted in the side that FSDP1 shards.
+FSDP1 = "fully_shard"
 
 
 def test_a_case_is_its_seed():
@@ -51,7 +53,7 @@ def test_what_is_left_out_leaves_the_rest():
     ],
 )
 def test_planted_faults_are_found(fault, outcome):
-    """Each fault is found within a few cases that are right without it."""
+    """Each planted fault is found within a few cases, and these cases pass without the fault."""
     plain = frozenset(
         {k.name for k in KINDS}
         | set(cases.OPS)
@@ -79,13 +81,13 @@ def results_of(numbers, cut, **options):
     return results
 
 
-@functools.cache  # without a fault: the same for all planted faults
+@functools.cache  # results without a fault, the same for all planted faults
 def outcomes_of(numbers, cut):
     return runs.fuzz(SEED, list(numbers), cut, 2).outcomes
 
 
 def test_random_models_and_steps():
-    """Runs as many cases as go into a fixed time, in the order of a fixed seed."""
+    """Random cases of a fixed seed are correct. As many cases run as a fixed time allows."""
     bad = []
 
     def each(result, summary):

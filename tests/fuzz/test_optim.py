@@ -1,4 +1,4 @@
-"""The bounded part of fuzz_optim.py, and that it finds a planted fault."""
+"""Tests that run a bounded part of fuzz_optim.py, and that check that a planted fault is found."""
 
 from __future__ import annotations
 

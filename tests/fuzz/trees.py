@@ -1,8 +1,8 @@
-"""Random module trees: every node takes and returns a tensor of (rows, width).
+"""Random module trees, in which every node takes and returns a tensor of (rows, width).
 
-A tree is a function of its seed alone. Draws do not depend on what is switched off: a kind in
-`Cut.without`, or a node in `Cut.nodes`, becomes a plain layer, and the rest of the tree stays, so
-that a failing case can be made smaller piece by piece.
+A tree depends only on its seed. The draws do not depend on what is switched off: a kind in
+`Cut.without`, or a node in `Cut.nodes`, becomes a plain layer, and the other nodes stay the
+same. A failing case can therefore be made smaller step by step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ WRAPPED = 0.55  # the share of nodes that become units
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """What is left out of a case: features by name; nodes, units and operations by number."""
+    """The parts that are left out of a case. `without` has the names of features; the other fields
+    have the numbers of nodes, units and operations."""
 
     without: frozenset[str] = frozenset()
     nodes: frozenset[int] = frozenset()
@@ -33,7 +34,7 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A way to make a node; `children` is how many subtrees it is given."""
+    """A way to make a node. `children` is the number of its subtrees."""
 
     name: str
     weight: float
@@ -94,7 +95,7 @@ KINDS = [
     Kind("compressed", 0.5, 1, kinds.Compressed),
     Kind("checked", 0.7, 1, kinds.Checked),
     Kind("renamed", 0.3, 1, kinds.Renamed),
-    Kind("shared", 1, 0, kinds.Linear),  # a node that is in the tree already
+    Kind("shared", 1, 0, kinds.Linear),  # reuses a node that is already in the tree
 ]
 
 
@@ -123,7 +124,7 @@ class Builder:
         if node.number == number:
             node.wrapped = wrapped and number not in self.cut.units
             self.pool.append(node)
-        elif not node.wrapped:  # a shared node is its own unit: else its weights tie two units
+        elif not node.wrapped:  # a shared node must be a unit; else two units would share weights
             node.wrapped = node.number not in self.cut.units
         return node
 
@@ -158,7 +159,7 @@ def describe(node: nn.Module, indent: str = "", seen: set[int] | None = None) ->
             return lines[0]
         seen.add(node.number)
         indent += "  "
-    for child in filter(None, node._modules.values()):  # children() leaves repeated ones out
+    for child in filter(None, node._modules.values()):  # children() skips repeated modules
         text = describe(child, indent, seen)
         if text:
             lines.append(text)

@@ -1,7 +1,8 @@
-"""GPU 0 for the tests here, or the simulated GPU that ``FSDPC_LIBCUDA`` names; else all skip.
+"""Fixtures of the GPU tests, which use GPU 0, or the simulated GPU that ``FSDPC_LIBCUDA`` names.
+Without a real or a simulated GPU, all tests are skipped.
 
-On the simulated one modules and tensors are the CPU's and the process group is gloo's, as said in
-tests/simgpu/README.md: what the engine does is the same, what torch does is not.
+With the simulated GPU, modules and tensors are on the CPU and the process group is gloo's, see
+tests/simgpu/README.md. The engine calls the driver as on a real GPU; torch works on the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))  # `from gpu import machine`
+sys.path.insert(0, str(ROOT / "benchmarks"))  # for `from gpu import machine`
 
 from gpu import machine  # noqa: E402
 
@@ -39,7 +40,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> machine.Device:
-    """The GPU, or the CPU whose models the simulated GPU shards."""
+    """Return the real GPU. With the simulated GPU, return the CPU: the tests' modules are there."""
     os.environ.setdefault("FSDPC_TIMEOUT", "60")
     return machine.DryDevice() if SIMULATED else machine.CudaDevice(0)
 
@@ -55,7 +56,7 @@ def group(device: machine.Device) -> Iterator[dist.ProcessGroup]:
 
 @pytest.fixture(autouse=True)
 def _no_races() -> Iterator[None]:
-    """On the simulated GPU: nothing that the engine did in a test raced."""
+    """Check that the simulated GPU has found no data race in a test."""
     yield
     if SIMULATED:
         import simgpu
@@ -65,7 +66,7 @@ def _no_races() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """One rank makes every strategy NO_SHARD, of which torch warns each time: not shown."""
+    """Hide torch's warning that every strategy on one rank is NO_SHARD."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
         yield

@@ -1,9 +1,9 @@
-"""What to try first on a GPU, from a single kernel to training, each with its own traceback.
+"""Checks to run first on a GPU, from a single kernel to training, each with its own traceback.
 
     python tests/gpu/first_steps.py           # --dry: on the simulated GPU
 
-Needs no pytest and takes seconds. A step is tried whatever became of those before it, until the GPU
-itself answers no more. The exit status is 0 if all passed.
+The checks need no pytest and take seconds. A check also runs if earlier checks have failed. If the
+GPU itself no longer works, no further check runs. The exit status is 0 if all checks passed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ import runs  # noqa: E402
 import torch  # noqa: E402
 from gpu import machine  # noqa: E402
 
-SILENCE_S = 50  # seconds until all threads say where they are
+SILENCE_S = 50  # seconds after which the stacks of all threads are printed
 Step = Callable[[machine.Device], str]
 STEPS: list[Step] = []
 
 
 def step(function: Step) -> Step:
-    """Steps run in the order in which they stand here; their docstrings are their names."""
+    """Register a step. Steps run in the order of this file; their docstrings are their names."""
     STEPS.append(function)
     return function
 
 
 def gap(got: list[float], want: list[float], tolerance: float) -> str:
-    """Shows losses and their largest difference; an AssertionError if they are too far apart."""
+    """Return a text with the losses `got` and their largest difference from `want`. Raise
+    AssertionError if `got` and `want` are too far apart."""
     runs.close(got, want, tolerance)
     widest = float((torch.tensor(got) - torch.tensor(want)).abs().max())  # NaN stays
     return f"{', '.join(f'{value:.6f}' for value in got)}; largest difference {widest:.1e}"
@@ -179,7 +180,7 @@ def growth(device: machine.Device) -> str:
 
 
 def alive(device: machine.Device) -> bool:
-    """Whether the GPU still works for this process."""
+    """Return True if the GPU still works for this process."""
     try:
         device.synchronize()
         return True
@@ -221,7 +222,7 @@ def main() -> None:
     print(
         f"failed: {'; '.join(failed)}" if failed else f"all {len(STEPS)} steps passed", flush=True
     )
-    os._exit(bool(failed))  # a hang at the end does not matter here
+    os._exit(bool(failed))  # without a shutdown of Python, which might hang
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Tests of several ranks on a real GPU (``pytest --gpu cuda``), written for models on the CPU.
+"""Functions that run tests of several ranks on a real GPU (``pytest --gpu cuda``), although these
+tests were written for models on the CPU.
 
-In the ranks, tensors that a test makes without a device lie on the GPU; those that fsdpc, torch's
-optimizers and torch.distributed make lie where they always do. A device mesh of "cpu" becomes one
-of "cuda". The ranks share GPU 0: NCCL allows that from 2.30 on (FSDPC_COLLECTIVES=shm or c10d
-otherwise). Products of matrices on a GPU depend on the addresses of their operands, so "equal to
-the bit" becomes "equal to some roundings" here.
+In the ranks, tensors that a test makes without a device are on the GPU. For tensors that fsdpc,
+torch's optimizers and torch.distributed make, the device does not change. A device mesh of "cpu"
+becomes a mesh of "cuda". The ranks share GPU 0, which NCCL allows from version 2.30 on;
+FSDPC_COLLECTIVES=shm or c10d works with older versions. Products of matrices on a GPU depend on the
+addresses of their operands, so tests that compare bitwise on the CPU allow for some roundings here.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ TORCH = str(Path(torch.__file__).parent)
 OWN_PLACES = tuple(f"{TORCH}/{folder}/" for folder in ("optim", "distributed", "_dynamo"))
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
-# By how much results may differ, relative and absolute.
+# How far two results of a dtype may differ: both the relative and the absolute tolerance.
 ROUNDINGS = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def asked_by_a_test() -> bool:
-    """Whether a test's own code, or a module that the test makes, asks for a tensor."""
+    """Return True if the tensor is made by a test's own code, or by torch code that a test calls.
+    Return False for fsdpc, torch's optimizers and torch.distributed."""
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -45,7 +47,7 @@ def asked_by_a_test() -> bool:
 
 
 class OnTheGPU(TorchFunctionMode):
-    """Tensors of tests lie on the GPU."""
+    """A mode in which the tensors that tests make are on the GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         kwargs = kwargs or {}
@@ -65,7 +67,7 @@ class OnTheGPU(TorchFunctionMode):
 
 
 def equal(first: Tensor, second: Tensor) -> bool:
-    """torch.equal up to roundings of floating-point results of a GPU."""
+    """Compare as torch.equal does, but allow for roundings in floating-point results of a GPU."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     bound = ROUNDINGS.get(first.dtype)
@@ -76,7 +78,8 @@ def equal(first: Tensor, second: Tensor) -> bool:
 
 
 def prepare() -> None:
-    """Replaces what tests import by name; before the first test module is imported."""
+    """Replace functions that tests import by name. Call this before the first test module is
+    imported."""
     close, mesh = torch.testing.assert_close, dist.device_mesh.DeviceMesh.__init__
 
     @functools.wraps(close)
@@ -97,12 +100,12 @@ def prepare() -> None:
 
 
 def in_host_memory(value: Any) -> Any:
-    """What a rank returns, with tensors in host memory."""
+    """Return what a rank returns, with its tensors in host memory."""
     return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) and x.is_cuda else x, value)
 
 
 def start(function: Callable[[], Any]) -> Any:
-    """Calls a rank's function with the GPU as the place of its tensors."""
+    """Call a rank's function so that its tensors are on the GPU."""
     torch.cuda.set_device(DEVICE)
     with OnTheGPU():
         return function()

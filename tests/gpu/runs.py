@@ -15,7 +15,8 @@ from toys import Block, Toy
 
 STEPS, BATCH, LENGTH, WIDTH, VOCABULARY = 4, 3, 5, 24, 13
 
-# On a GPU a product's algorithm, and so its roundings, depend on the addresses of its operands.
+# On a GPU, two equal runs may differ: the addresses of a matrix product's operands determine the
+# algorithm of the product, and therefore its roundings.
 LEAST_TOLERANCE = 0.0 if os.environ.get("FSDPC_LIBCUDA") else 2e-5
 
 
@@ -39,7 +40,8 @@ def loss_of(module: nn.Module, device: torch.device, step: int) -> Tensor:
 
 
 def wrap(module: nn.Module, device: torch.device, library: str = "fsdpc", **options: Any) -> Any:
-    """Wraps with fsdpc, or torch's FSDP1 (library="torch"): units are the blocks and the rest."""
+    """Wrap with fsdpc, or with torch's FSDP1 (library="torch"). Each block is a unit, and the rest
+    is one unit."""
     if library == "torch":
         from torch.distributed import fsdp as library_module
         from torch.distributed.fsdp import wrap as policies
@@ -72,7 +74,8 @@ def train(
     before_step: Callable[[nn.Module], object] = lambda module: None,
     steps: Sequence[int] = range(STEPS),
 ) -> list[float]:
-    """Trains; each step sums `micro` backwards, all but the last in no_sync(). Returns losses."""
+    """Train and return the losses. Each step sums the gradients of `micro` backwards, of which all
+    but the last run in no_sync()."""
     optimizer = optimizer or adamw(module)
     losses = []
     for step in steps:
@@ -88,7 +91,7 @@ def train(
 
 
 def close(got: Sequence[float], want: Sequence[float], tolerance: float = 1e-6) -> None:
-    """Compares losses, relative to their size."""
+    """Compare losses, with a relative and absolute tolerance."""
     tolerance = max(tolerance, LEAST_TOLERANCE)
     torch.testing.assert_close(
         torch.tensor(got), torch.tensor(want), rtol=tolerance, atol=tolerance, equal_nan=False

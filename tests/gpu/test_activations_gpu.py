@@ -1,4 +1,4 @@
-"""What autograd saves, packed or in host memory, on a GPU."""
+"""Tests on a GPU of saved activations: autograd saves them packed, or in host memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def model(place: torch.device) -> nn.Module:
 
 
 def gradients(trained: nn.Module, place: torch.device, around=None) -> tuple[Tensor, int]:
-    """All gradients in one tensor, and the bytes that the forward left on a GPU."""
+    """Return all gradients in one tensor, and how many bytes the forward left allocated on a
+    GPU."""
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(place)
     cuda = place.type == "cuda"
     before = torch.cuda.memory_allocated(place) if cuda else 0
@@ -58,7 +59,7 @@ def test_packed(place, kind, bound):
 
 
 def test_packed_as_the_processor_packs(place):
-    """The GPU's and the processor's codec pack the same tensor alike."""
+    """Activations that the GPU packs give the same gradients as activations that the CPU packs."""
     value = torch.randn(1000, 96, generator=torch.Generator().manual_seed(3))
     found = []
     for where in (place, torch.device("cpu")):

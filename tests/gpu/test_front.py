@@ -1,4 +1,6 @@
-"""Where things are: modules that are moved, made or asked for on a device, inputs, state dicts."""
+"""Tests of the device on which modules, inputs and state dicts are. A module may be made on a
+device, moved to the device, or placed there by ``device_id``.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def test_no_more_than_one_unit_is_whole_on_the_gpu_while_it_is_moved(place):
     torch.cuda.reset_peak_memory_stats(place)
     policy = fsdpc.wrap.ModuleWrapPolicy({nn.Linear})
     model = fsdpc.FullyShardedDataParallel(module, auto_wrap_policy=policy, device_id=place)
-    # The bound covers shards, their gradients, and one whole unit of eight.
+    # The bound covers the shards, their gradients, and one of the eight units in full.
     assert torch.cuda.max_memory_allocated(place) - before < 2.4 * whole
     assert devices(model.parameters()) == {place}
 

@@ -1,4 +1,6 @@
-"""A whole step in a CUDA graph: forward, backward and the optimizer, run again without the host."""
+"""Tests of a whole step in a CUDA graph: forward, backward and the optimizer run again without the
+host.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ BF16 = fsdpc.MixedPrecision(torch.bfloat16, torch.float32)
 
 
 class Training:
-    """A model with inputs that stay where they are."""
+    """A model whose inputs stay at the same addresses."""
 
     def __init__(self, place: torch.device, **options: object) -> None:
         self.place = place
@@ -48,14 +50,15 @@ class Training:
 
 @pytest.fixture
 def place(device, group) -> torch.device:
-    """The device of models; the process group is up, too."""
+    """Return the device for the models. This fixture also starts the process group."""
     return device.device
 
 
 @pytest.mark.real_gpu
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 def test_a_captured_step_trains(place, precision):
-    """As many steps by a graph as by the host, with other inputs each time, then the host again."""
+    """A graph runs some steps, with new inputs each time, and then the host runs some steps. The
+    losses are the same as if the host had run all steps."""
     want = Training(place, mixed_precision=precision).ordinary(range(WARM_UP + RUNS + 2))
     captured = Training(place, mixed_precision=precision)
     side = torch.cuda.Stream()
@@ -63,7 +66,7 @@ def test_a_captured_step_trains(place, precision):
     with torch.cuda.stream(side):
         got = captured.ordinary(range(WARM_UP))
     torch.cuda.current_stream().wait_stream(side)
-    captured.optimizer.zero_grad()  # before: the graph's backward then writes gradients anew
+    captured.optimizer.zero_grad()  # so that the captured backward writes new gradients
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = captured.step()
@@ -86,7 +89,8 @@ def test_the_first_forward_is_refused(place):
 
 
 def test_ordinary_steps_are_the_same_without_a_graph(place):
-    """What the other tests here compare with: steps on inputs that stay in their place."""
+    """The other tests compare a graph's losses with those of ordinary steps on inputs at fixed
+    addresses. This test checks that such ordinary steps give the plain model's losses."""
     training = Training(place)
     plain = runs.train(runs.model(place), place)
     runs.close(training.ordinary(range(runs.STEPS)), plain)

@@ -1,7 +1,9 @@
-"""The CUDA kernels against the plain C ones, bit for bit: types, sizes, addresses, strides, NaNs.
+"""Tests of the CUDA kernels against the plain C kernels, bit for bit: types, sizes, addresses,
+strides, NaNs.
 
-Both sides get the same bits; NaNs that arithmetic made only have to be NaNs on both sides. Sums of
-squares are added in another order and agree to a bound.
+Both kernels get the same bits. Where one kernel's arithmetic makes a NaN, the other kernel must
+make a NaN too, but its bits may differ. The two kernels add sums of squares in different orders, so
+these sums only agree within a bound.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ from fsdpc._fsdp2.quantized import REDUCE_CODECS
 
 FLOATS = ["float32", "bfloat16", "float16", "float64"]
 SIZES = [1, 7, 33, 1000, 4099, (1 << 18) + 5]
-OFFSETS = [(0, 0), (1, 1), (3, 3), (0, 1), (5, 2), (7, 8)]  # elements before each side's first
+OFFSETS = [(0, 0), (1, 1), (3, 3), (0, 1), (5, 2), (7, 8)]  # of the two tensors, see placed()
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 GPU = "cuda:0"
-LARGE = 2**31 + 4096 + 3  # elements: beyond what an int counts
+LARGE = 2**31 + 4096 + 3  # a number of elements that does not fit in an int
 
 
 @pytest.fixture(scope="module")
 def place(device) -> torch.device:
-    """The device of the kernels' tensors."""
+    """Return the device on which the kernels' tensors are."""
     machine.prepare_probe(device)
     return device.device
 
@@ -36,7 +38,8 @@ def of(name: str) -> torch.dtype:
 
 
 def numbers(n: int, dtype: str, seed: int = 0, wild: bool = True) -> torch.Tensor:
-    """CPU tensor: ordinary numbers, and with `wild` random bit patterns and special values, too."""
+    """Return a CPU tensor of ordinary numbers. With `wild`, it also has random bit patterns and
+    special values."""
     return fixed_numbers(n, dtype, seed, wild).clone()
 
 
@@ -66,7 +69,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Asserts that bits are equal, but for NaNs, which only have to be NaNs on both sides."""
+    """Check that all bits are equal, except that NaNs only have to be NaNs on both sides."""
     got = got.cpu()
     different = (bits(got) != bits(want)) & ~(got.isnan() & want.isnan())
     assert not different.any(), (
@@ -76,7 +79,8 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def placed(tensor: torch.Tensor, place: torch.device, before: int) -> torch.Tensor:
-    """A copy on the GPU, `before` elements behind an aligned address, with guards on both sides."""
+    """Return a copy on the GPU that begins `before` elements after an aligned address. Guard
+    elements lie before and after the copy."""
     room = torch.full((before + tensor.numel() + 64,), 77.0, dtype=tensor.dtype, device=place)
     inside = room[before : before + tensor.numel()]
     inside.copy_(tensor)
@@ -169,7 +173,8 @@ def test_scale_by_a_number_on_the_device(place, dtype, factor):
 
 
 def views(place: torch.device, dtype: str) -> list[torch.Tensor | None]:
-    """Contiguous, transposed, sliced, permuted, single and missing tensors."""
+    """Return contiguous, transposed, sliced and permuted tensors, a tensor of one element, and None
+    for missing tensors."""
 
     def made(*shape: int, seed: int) -> torch.Tensor:
         count = int(torch.tensor(shape).prod())
@@ -190,7 +195,8 @@ def views(place: torch.device, dtype: str) -> list[torch.Tensor | None]:
 @pytest.mark.parametrize("src", FLOATS)
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 def test_pack(place, src, dst, scale):
-    """Packs casts of contiguous copies, with zeros for missing tensors and between tensors."""
+    """A pack writes the elements of each tensor in contiguous order, scaled and cast. It writes
+    zeros for missing tensors and between tensors."""
     tensors, item = views(place, src), of(dst).itemsize
     counts = [77 if one is None else one.numel() for one in tensors]
     offsets, at = [], 0
@@ -210,7 +216,7 @@ def test_pack(place, src, dst, scale):
 
 
 def test_pack_of_many_small_tensors(place):
-    """More tensors than fit the parameters of one launch."""
+    """A pack may have more tensors than fit the parameters of one launch."""
     tensors = [numbers(n % 13 + 1, "float32", seed=n).to(place) for n in range(1000)]
     offsets = list(itertools.accumulate([0, *(4 * one.numel() for one in tensors)]))
     plan = _probe.kernel_pack_plan(
@@ -229,7 +235,8 @@ def test_pack_of_many_small_tensors(place):
 
 @pytest.mark.real_gpu
 def test_more_elements_than_an_int_counts(place):
-    """Casts, sums and packs of 2**31 elements and some: the ends and the places around 2**31."""
+    """Casts, sums and packs of more than 2**31 elements are correct at the ends and around element
+    2**31."""
     if torch.cuda.mem_get_info(place)[0] < 32e9:
         pytest.skip("needs 32 GB of the GPU's memory")
     probes = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, LARGE - 1]
@@ -282,7 +289,7 @@ def test_refusals(place, device):
 
 
 def test_device(place):
-    """What is known of the GPU is the same at each call; other numbers are no GPU."""
+    """The description of the GPU is the same at each call. Other device numbers raise an error."""
     info = _probe.cuda_device(0)
     assert info["device"] == "cuda:0" or info["device"].startswith("cuda")
     assert info == _probe.cuda_device(0)
@@ -294,8 +301,8 @@ def test_device(place):
 @pytest.mark.parametrize("codec", REDUCE_CODECS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_of_codes(place, codec, dtype):
-    """Other ranks' coded gradients are summed with this rank's own, in rows that end inside of a
-    block.
+    """The coded gradients of other ranks are summed with this rank's own gradients. The length of a
+    row is not a multiple of the codec's block, so the last block of a row is not full.
     """
     rows, row, senders, own = 65, 333, 3, 1
     values = numbers(senders * rows * row, dtype, wild=False).view(senders, rows, row)

@@ -1,4 +1,4 @@
-"""What a step costs beside its work: no memory asked for, no wait of the host."""
+"""Tests that a step allocates no memory, and that the host does not wait for the GPU in a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdpc import _C
 
 @pytest.fixture
 def trained(device, group):
-    """A model after three steps in bf16, its optimizer and its place."""
+    """A model after three steps in bf16, and its optimizer."""
     import fsdpc
 
     precision = fsdpc.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -38,9 +38,9 @@ def test_memory_stays(trained, device):
 
 @pytest.mark.real_gpu
 def test_the_driver_gives_nothing_more(trained, device):
-    """Memory in use on the whole device, not only by torch's allocator, does not grow."""
+    """The memory in use on the whole device does not grow, even outside of torch's allocator."""
     model, optimizer = trained
-    gc.collect()  # what other tests left may end in this one, and give memory back
+    gc.collect()  # else objects of earlier tests might be freed during this test, and hide growth
     before = device.memory()["in_use"]
     runs.train(model, device.device, optimizer=optimizer, steps=range(3, 9))
     device.synchronize()
@@ -49,8 +49,9 @@ def test_the_driver_gives_nothing_more(trained, device):
 
 @pytest.mark.real_gpu
 def test_the_host_does_not_wait(trained, device):
-    """torch raises where its operators wait, the profiler sees what else calls CUDA's runtime, and
-    the engine, which waits by asking again and again, counts by itself.
+    """The test would notice a wait of the host in three ways. torch raises an error where its
+    operators wait. The profiler sees other calls of CUDA's runtime that wait. The engine, which
+    waits by polling, counts its own waits.
     """
     from gpu import timeline
 
@@ -76,7 +77,8 @@ def test_the_host_does_not_wait(trained, device):
 
 
 def test_waits_are_counted(device, group):
-    """The optimizer reads offloaded gradients on the host: each step waits, which is counted."""
+    """Gradients are offloaded, and the optimizer reads them on the host, so the host must wait for
+    the GPU in each step. The engine counts these waits."""
     import fsdpc
 
     offload = fsdpc.CPUOffload(offload_params=True)
@@ -89,7 +91,7 @@ def test_waits_are_counted(device, group):
 
 
 def test_counted_by_the_simulated_gpu(trained, device):
-    """On the simulated GPU every driver call is counted: a step has no waits and no allocations."""
+    """The simulated GPU counts every driver call: a step has no waits and no allocations."""
     if not device.dry:
         pytest.skip("a real GPU does not count calls")
     import simgpu

@@ -1,4 +1,6 @@
-"""The whole engine on a group of one rank: losses of the plain model, whatever the options."""
+"""Tests of the whole engine on a group of one rank. With any options, the losses must be the plain
+model's.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from fsdpc._fsdp2.quantized import CODECS
 
 @pytest.fixture
 def place(device, group) -> torch.device:
-    """The device of models; the process group is up, too."""
+    """Return the device for the models. This fixture also starts the process group."""
     return device.device
 
 
@@ -68,7 +70,7 @@ def test_bf16_is_as_fsdp1(place, reduce):
         model = runs.wrap(runs.model(place), place, library, mixed_precision=precision)
         return runs.train(model, place)
 
-    # Within one step, losses may differ by bf16's roundings (8 bits), as kernels may differ.
+    # On a GPU the libraries may run different kernels, so losses may differ by bf16's roundings.
     runs.close(losses("fsdpc"), losses("torch"), 2e-3 if place.type == "cpu" else 1e-2)
 
 
@@ -106,7 +108,8 @@ def test_cpu_offload(place, plain):
 
 
 def test_state_dict_goes_on(place):
-    """A model saved after two steps is loaded into other weights: the next losses are the same."""
+    """The state dict of a model after two steps is loaded into a model with other weights. The next
+    losses of both models are the same."""
     model = runs.wrap(runs.model(place), place)
     optimizer = runs.adamw(model)
     runs.train(model, place, optimizer=optimizer, steps=range(2))
@@ -144,7 +147,7 @@ def test_checkpointing(place, plain, reentrant):
 
 
 def test_side_stream(place, plain, device):
-    """Two steps inside torch.cuda.stream, then further steps outside of that stream."""
+    """Two steps run inside torch.cuda.stream, and further steps run outside of that stream."""
     model = runs.wrap(runs.model(place), place)
     optimizer = runs.adamw(model)
     device.synchronize()
@@ -156,7 +159,8 @@ def test_side_stream(place, plain, device):
 
 
 def test_a_stream_per_step(place, plain, device):
-    """Each step has its own stream, which waits for the last one; the host waits for none."""
+    """Each step has its own stream, which waits for the stream before it. The host waits for no
+    stream."""
     model = runs.wrap(runs.model(place), place)
     optimizer = runs.adamw(model)
     losses = []
@@ -168,7 +172,8 @@ def test_a_stream_per_step(place, plain, device):
 
 @contextlib.contextmanager
 def ordered_side_stream(device):
-    """A side stream that comes after the current stream, which then comes after the side stream."""
+    """Run a body on a side stream, which waits for the current stream. Then the current stream
+    waits for the side stream."""
     if device.dry:
         yield
         return
@@ -231,7 +236,8 @@ def test_moves_a_cpu_module_to_the_gpu(place):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_gathered_codes_are_the_processors(place, codec):
-    """To the bit the values are the processor's, in rows that end inside of a block."""
+    """Weights that are gathered as codes are bitwise the values that the CPU's codec gives. The
+    last block of a row is not full."""
     torch.manual_seed(0)
     layer = nn.Linear(333, 65, bias=False)
     weight = layer.weight.detach().clone().numpy()

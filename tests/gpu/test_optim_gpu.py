@@ -1,4 +1,6 @@
-"""fsdpc's optimizers on a GPU: the processor's values, and torch's fused steps."""
+"""Tests of fsdpc's optimizers on a GPU: their results are those of the same optimizers on the CPU,
+and those of torch's fused optimizers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ STEPS = 4
 
 @contextmanager
 def no_host_sync(place: torch.device) -> Iterator[None]:
-    """Raises an error where the host waits for a GPU."""
+    """Make torch raise an error where the host waits for a GPU."""
     if place.type != "cuda":
         yield
         return
@@ -46,7 +48,7 @@ def place(device, group) -> torch.device:
 
 
 def stepped(make: Any, place: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Parameters after some steps whose gradients depend on nothing but the step."""
+    """Return parameters after some steps, whose gradients depend only on the step."""
     rng = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=rng).to(place, dtype)) for shape in SHAPES]
     optimizer = make([(str(i), p) for i, p in enumerate(params)])
@@ -60,7 +62,8 @@ def stepped(make: Any, place: torch.device, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_are_the_processors(place, kind, dtype):
-    """Equal to the bit, but for AdamMini, whose sums of squares are added in another order."""
+    """The parameters on the GPU are bitwise those on the CPU. AdamMini is an exception, because the
+    GPU adds sums of squares in another order."""
 
     def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         torch.manual_seed(0)
@@ -94,7 +97,8 @@ def test_values_are_torchs(place, kind):
 @pytest.mark.parametrize("offload", [None, optim.Host()], ids=["device", "host"])
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion", "AdamW8bit", "AdamMini"])
 def test_a_sharded_model_trains(place, kind, offload):
-    """Losses fall, the host does not wait, and states in host memory change no bit."""
+    """Losses fall, and the host does not wait. Optimizer states that are kept in host memory give
+    the same losses."""
     found = []
     for where in dict.fromkeys((None, offload)):
         model = runs.wrap(runs.model(place), place)
@@ -115,7 +119,8 @@ def test_a_sharded_model_trains(place, kind, offload):
 
 
 def test_muon_is_torchs(place):
-    """Equal to the bit: fsdpc and torch make the same products of the same matrices."""
+    """The parameters are bitwise equal, because fsdpc and torch make the same products of the same
+    matrices."""
     found = []
     for library in (optim, torch.optim):
         rng = torch.Generator().manual_seed(0)
@@ -147,7 +152,8 @@ def test_a_sharded_model_trains_by_muon(place):
 
 
 def test_averages(place):
-    """Averages equal those made by hand, to the bit; taken and shown without a host sync."""
+    """The averages of the parameters are bitwise those that this test computes. The host does not
+    wait when the averages are updated, nor when they replace the parameters."""
     model = runs.wrap(runs.model(place), place)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     average, by_hand = optim.Average(optimizer, 0.75), []

@@ -1,5 +1,5 @@
-"""Two ranks on one GPU: sharded training, a peer that stops. NCCL allows it from 2.30 on;
-staging through host memory always works.
+"""Tests of two ranks on one GPU: sharded training, and a peer that stops. NCCL allows two ranks on
+one GPU from version 2.30 on; staging through host memory always works.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from fsdpc import QuantizedPolicy, _probe, optim
 DEADLINE_S = 100.0
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 SIMULATED = bool(os.environ.get("FSDPC_LIBCUDA"))
-PEER_TIMEOUT_S = 8.0 if SIMULATED else 15.0  # ranks start CUDA side by side
+PEER_TIMEOUT_S = 8.0 if SIMULATED else 15.0  # both ranks start CUDA in this time
 
 
 def reason_to_skip(way: str) -> str | None:
-    """Why two ranks cannot share the GPU, in one line; None where they can."""
+    """Return one line that says why two ranks cannot share the GPU, or None if they can."""
     if way != "nccl" or SIMULATED or not torch.cuda.is_available():
         return None
     from fsdpc import _C
 
-    version = _C.nccl_version()  # torch.cuda.nccl names the version at torch's build
+    version = _C.nccl_version()  # torch.cuda.nccl returns the version with which torch was built
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < (2, 30):
         return f"{version} has no several ranks on one GPU (2.30 has)"
     return None
 
 
 def ways(*names: str) -> pytest.MarkDecorator:
-    """Runs a test for each way in which ranks exchange what they gather and reduce."""
+    """Run a test once for each named value of FSDPC_COLLECTIVES."""
     return pytest.mark.parametrize("way", names)
 
 
@@ -51,7 +51,8 @@ def ways(*names: str) -> pytest.MarkDecorator:
 
 
 def rank_main(rank: int, world: int, folder: str, way: str, job: Callable, out: Any) -> None:
-    """A rank's process: its process group, its job, and its result, sent through the pipe."""
+    """Run a rank's process: start the process group, run the job, and send the result through the
+    pipe `out`."""
     os.environ.update(SHARING, FSDPC_TIMEOUT=str(PEER_TIMEOUT_S), FSDPC_COLLECTIVES=way)
     faulthandler.dump_traceback_later(DEADLINE_S / 2, repeat=True)
     device = machine.DryDevice() if SIMULATED else machine.CudaDevice(0)
@@ -62,18 +63,19 @@ def rank_main(rank: int, world: int, folder: str, way: str, job: Callable, out: 
         out.send(("value", job(rank, world, device)))
     except BaseException as error:
         out.send(("error", f"{type(error).__name__}: {error}", traceback.format_exc()))
-    out.recv()  # until both ranks are done, so that neither sees the other one leave
+    out.recv()  # wait until both ranks are done, so that no rank sees its peer leave
     os._exit(0)
 
 
 def train_sharded(rank: int, world: int, device: machine.Device) -> list[float]:
-    """Losses of a rank that trains on every world-th batch."""
+    """Train on every world-th batch, and return the losses."""
     model = runs.wrap(runs.model(device.device), device.device)
     return runs.train(model, device.device, steps=range(rank, 3 * world, world))
 
 
 def train_by_muon(rank: int, world: int, device: machine.Device) -> list[float]:
-    """Losses as of train_sharded, but with Muon: matrices go to their owners in each step."""
+    """Train as train_sharded does, but with Muon, and return the losses. In each step, whole
+    matrices go to the ranks that own them."""
     model = runs.wrap(runs.model(device.device), device.device)
     optimizer = optim.Muon(model.named_parameters(), lr=1e-2)
     steps = range(rank, 3 * world, world)
@@ -81,7 +83,8 @@ def train_by_muon(rank: int, world: int, device: machine.Device) -> list[float]:
 
 
 def train_until_stopped(rank: int, world: int, device: machine.Device) -> tuple[str, float]:
-    """Rank 1 stops itself after two steps; rank 0 goes on, returns its error and when it came."""
+    """Stop rank 1 after two steps, while rank 0 goes on. Return rank 0's error, and the seconds
+    until that error."""
     model = runs.wrap(runs.model(device.device), device.device)
     optimizer = runs.adamw(model)
     runs.train(model, device.device, optimizer=optimizer, steps=range(2))
@@ -98,7 +101,7 @@ def train_until_stopped(rank: int, world: int, device: machine.Device) -> tuple[
 
 
 class Given(torch.nn.Module):
-    """A module whose parameters have exactly its inputs as their gradients."""
+    """A module in which the gradient of each parameter is exactly one of the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +113,7 @@ class Given(torch.nn.Module):
 
 
 def rounded(values: torch.Tensor, codec: str) -> torch.Tensor:
-    """What the processor's codec makes of rows."""
+    """Return the rows after the CPU's codec has coded and decoded them."""
     out = torch.empty_like(values)
     row = values.shape[1]
     _probe.codec_round(codec, values.numpy(), "float32", row, out.numpy(), "float32")
@@ -118,7 +121,8 @@ def rounded(values: torch.Tensor, codec: str) -> torch.Tensor:
 
 
 def sum_codes(rank: int, world: int, device: machine.Device) -> int:
-    """Compares sums of coded gradients with sums made as a wire makes them; how many there were."""
+    """Compare sums of coded gradients with expected sums. In an expected sum, the CPU's codec
+    rounds the gradient that the other rank sends. Return the number of compared sums."""
     compared = 0
     for codec, keeps in [("int8", False), ("int4", True), ("int4_stochastic", False)]:
         policy = QuantizedPolicy(codec=None, reduce_codec=codec, error_feedback=keeps)
@@ -172,7 +176,7 @@ def run_pair(job: Callable, way: str, wait_for: tuple[int, ...] = (0, 1)) -> lis
 
 
 def receive(pipe: Any, process: Any, until: float) -> Any:
-    """The value that a rank sent; an error that the rank sent fails the test."""
+    """Return the value that a rank sent. Fail if the rank sent an error."""
     while not pipe.poll(0.1):
         assert process.is_alive() or pipe.poll(0), f"a rank ended with {process.exitcode}"
         assert time.monotonic() < until, f"no end within {DEADLINE_S:g} s"
@@ -182,7 +186,8 @@ def receive(pipe: Any, process: Any, until: float) -> Any:
 
 
 def check_losses(found: list[list[float]], device: Any, make: Callable, bound: float) -> None:
-    """Each step of the plain model takes both ranks' batches, weighted alike."""
+    """Compare the ranks' losses with those of a plain model that takes the mean loss of both
+    batches in each step."""
     plain = runs.model(device)
     optimizer, want = make(plain), []
     for step in range(3):

@@ -1,4 +1,6 @@
-"""Around sharded modules, what torch does otherwise on a GPU: autocast, loss scaling, compiling."""
+"""Tests of what torch does differently on a GPU, around sharded modules: autocast, loss scaling,
+compiling.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
 @pytest.fixture
 def place(device, group) -> torch.device:
-    """The device of models; the process group is up, too."""
+    """Return the device for the models. This fixture also starts the process group."""
     return device.device
 
 
@@ -34,7 +36,8 @@ def test_autocast(place):
 
 
 def test_scaled_losses_in_fp16(place):
-    """A gradient that is no number skips the step and halves the scale; then training goes on."""
+    """If a gradient is not finite, the scaler skips the step and halves the scale. Then training
+    goes on."""
     half = fsdpc.MixedPrecision(torch.float16, torch.float32)
     model = runs.wrap(runs.model(place), place, mixed_precision=half)
     optimizer, losses = runs.adamw(model), []

@@ -1,7 +1,8 @@
-"""The kernels against torch and NumPy, bit for bit, for every table that this processor runs.
+"""Tests of the kernels against torch and NumPy, bit for bit, with every kernel table that this
+processor can run.
 
-bfloat16 and float16 travel as uint16 arrays. A NaN only has to stay a NaN with its sign: torch's
-own conversions differ from each other in what they make of its payload.
+Values of bfloat16 and float16 are passed in uint16 arrays. A NaN only has to stay a NaN with the
+same sign, because torch's own conversions differ from each other in the payloads of NaNs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ STORAGE = {
 ITEM_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "float64": 64}
 SIZES = [0, 1, 7, 16, 33, 1000, 4099]
 BIG = (1 << 16) + 5
-STREAMED = (1 << 23) + 5  # enough for a destination of any type to go past the caches
+STREAMED = (1 << 23) + 5  # with so many elements of any type, stores bypass the caches
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,13 +44,14 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """Shows an array's memory as a tensor of the named dtype."""
+    """Return a tensor of the named dtype in the memory of an array."""
     tensor = torch.from_numpy(array.view(np.int16) if array.dtype == np.uint16 else array)
     return tensor.view(getattr(torch, dtype))
 
 
 def numbers(n: int, dtype: str, seed: int = 0, finite: bool = False) -> np.ndarray:
-    """Returns a third each of ordinary numbers, random bit patterns and special values."""
+    """Return ordinary numbers. Unless `finite`, two thirds of them become random bit patterns and
+    special values."""
     return fixed_numbers(n, dtype, seed, finite).copy()
 
 
@@ -76,7 +78,7 @@ def fixed_numbers(n: int, dtype: str, seed: int, finite: bool) -> np.ndarray:
 
 
 def assert_same(got: np.ndarray, want: torch.Tensor, dtype: str) -> None:
-    """Compares bit patterns; where `want` is a NaN, `got` must be one."""
+    """Compare bit patterns. Where `want` is a NaN, `got` must be a NaN, too."""
     tensor = as_torch(got, dtype)
     nan = want.isnan()
     assert torch.equal(tensor.isnan(), nan)
@@ -109,8 +111,8 @@ def test_cast_of_every_16_bit_pattern(src: str, dst: str, kernels: str) -> None:
 def test_cast_of_millions_of_patterns(dst: str, kernels: str) -> None:
     rng = np.random.default_rng(5)
     array = rng.integers(0, 2**32, 3_000_000, dtype=np.uint32)
-    array[::2] &= 0xFFFF8000  # halfway between two bfloat16
-    array[1::4] &= 0xFFFFF000  # halfway between two float16
+    array[::2] &= 0xFFFF8000  # a bfloat16 value, or halfway between two of them
+    array[1::4] &= 0xFFFFF000  # the same for float16
     array = array.view(np.float32)
     out = np.empty(array.size, np.uint16)
     _probe.kernel_cast(out, dst, array, "float32", 1.0, kernels)
@@ -289,7 +291,7 @@ def test_wrong_arguments_are_named(call, error: type[Exception], message: str) -
 
 
 def choose(**settings: str) -> subprocess.CompletedProcess[str]:
-    """Runs a cast in a fresh process with these environment variables."""
+    """Run a cast in a new process in which the environment variables `settings` are set."""
     code = (
         "import numpy as np; from fsdpc import _probe; x = np.ones(3, np.float32);"
         "_probe.kernel_cast(x, 'float32', x, 'float32'); print(_probe.get_num_threads())"

@@ -1,15 +1,16 @@
-"""Every option together: gradients and 3 optimizer steps against an unsharded copy.
+"""Tests of all combinations of options: gradients and 3 optimizer steps against an unsharded copy.
 
 The full product of strategy x prefetch x forward prefetch x accumulation x use_orig_params runs in
-one launch on two ranks in fp32; other world sizes and precisions take every STRIDE-th combination,
-each from another start, so that each value of each option occurs with each of them.
-`--combinations` chooses among all these. The optimizer (AdamW, SGD with momentum) alternates. A
-failure names the combination.
+one launch on two ranks in fp32. Other world sizes and precisions take every STRIDE-th combination;
+the world size and the precision determine the combination with which they begin. Each value of each
+option occurs with each world size and each precision. `--combinations` chooses among all these
+combinations. The optimizer alternates between AdamW and SGD with momentum. A failure names the
+combination.
 
-Equal to the bit wherever nothing is rounded on the wire, because the engine adds the ranks'
-gradients in rank order. Where the wire is bf16 or fp16 the gradients must agree to a few roundings
-of that type, and the reference then takes the engine's gradients over, so that the optimizer step
-is compared by itself.
+Results must be bitwise equal if values are sent without rounding, because the engine adds the
+ranks' gradients in rank order. If gradients are sent in bf16 or fp16, they must agree to a few
+roundings of that type. The reference model then takes the engine's gradients, so that the optimizer
+step is compared by itself.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def test_every_combination(rank, world, engine, precision):
 @pytest.mark.long
 @ranks(3, 4, timeout=150, env=on_hosts.counted_as("abba"))
 def test_hosts_of_several_ranks(rank, world):
-    """1 + 2 ranks, and 2 + 2 whose order is not that of the hosts."""
+    """Rank 0 is on one host, and ranks 1 and 2 are on another host. If there are four ranks, rank 3
+    is on the host of rank 0."""
     check_combinations(rank, world, "fsdpc", PRECISIONS[0], one_of=2)
 
 
@@ -104,7 +106,7 @@ def check_combinations(rank, world, engine, precision, one_of=1):
                 seed=number,
                 groups=sharding_groups(strategy, world),
             )
-        except AssertionError as error:  # equal on all ranks: they compare full values
+        except AssertionError as error:  # all ranks compare full values, so all get this error
             failures.append(f"{name}\n    {str(error)[:600]}")
         except BaseException as error:
             error.add_note(f"in combination {name}")

@@ -1,4 +1,6 @@
-"""Against torch's own FSDP on the same seeds, against itself, and over torch's collectives."""
+"""Tests of training against torch's own FSDP with the same seeds, against a second run, and over
+torch's collectives.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ WIRE = {"FSDPC_COLLECTIVES": "wire"}
 
 
 def train(engine, rank, **options):
-    """Losses, and gradients and parameters at full size, of every step."""
+    """Train, and return the loss, the full gradients and the full parameters of every step."""
     model = wrap_blocks(engine, toy(), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     history = {}
@@ -63,7 +65,8 @@ def train(engine, rank, **options):
 @ranks(2, 3)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_like_torchs_fsdp(rank, world, use_orig_params):
-    """fsdpc and torch add the same numbers, torch's backend in its own order: a small bound."""
+    """fsdpc and torch add the same numbers, but torch's backend adds in its own order, so the bound
+    is small, but not 0."""
     for precision, strategy in subset(itertools.product(PRECISIONS[:2], STRATEGIES)):
         options = dict(
             sharding_strategy=strategy, use_orig_params=use_orig_params, **precision.options()
@@ -86,7 +89,8 @@ def history_of_run(rank, world, name, use_orig_params):
 @pytest.mark.long
 @pytest.mark.parametrize("precision", [p.name for p in PRECISIONS[:4]])
 def test_two_runs_are_equal_to_the_bit(precision):
-    """Whatever order the scheduler lets the ranks arrive in, bf16 and fp16 sums included."""
+    """Two runs are bitwise equal, whatever the order in which the ranks reach a reduction. Sums in
+    bf16 and fp16 are equal, too."""
     first, second = (
         run_ranks(history_of_run, 3, name=precision, use_orig_params=True) for _ in range(2)
     )
@@ -97,7 +101,8 @@ def test_two_runs_are_equal_to_the_bit(precision):
 @ranks(4)
 @pytest.mark.parametrize("reduce", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_sums_of_fully_shard_do_not_depend_on_who_is_late(rank, world, reduce):
-    """Equal to the bit, although the ranks arrive in the opposite order in the second run."""
+    """The results are bitwise equal, although the ranks arrive in the opposite order in the second
+    run."""
     runs = []
     for turned in (False, True):
         place = world - 1 - rank if turned else rank
@@ -123,7 +128,8 @@ def test_sums_of_fully_shard_do_not_depend_on_who_is_late(rank, world, reduce):
 @ranks(2, 3, env=WIRE)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_over_torchs_collectives(rank, world, use_orig_params):
-    """Without shared memory the steps are the same; sums are in the order of torch's backend."""
+    """Training without shared memory gives the same steps, except that torch's backend adds
+    gradients in its own order."""
     chosen = subset(itertools.product(PRECISIONS[:3], STRATEGIES, (False, True)))
     for precision, strategy, no_sync in chosen:
         reference = Reference(toy(), precision)
@@ -171,7 +177,8 @@ class Swapping(nn.Module):
 
 @ranks(2, env=WIRE)
 def test_swapped_units_are_named(rank, world):
-    """Without shared memory ranks must gather the same units; the error says how to go on."""
+    """Without shared memory, all ranks must gather the same units in the same order. If they do
+    not, the error names the units and the function ``mark_data_dependent``."""
     torch.manual_seed(0)
     model = wrap_blocks("fsdpc", Swapping(rank == 1), use_orig_params=True)
     with pytest.raises(fsdpc.MismatchError) as caught:
@@ -190,7 +197,8 @@ def test_marked_experts(world, kind):
 
 
 def train_marked_experts(rank, world, kind):
-    """A marked mixture of experts trains like the unsharded one."""
+    """Mark a mixture of experts as data-dependent, and check that it trains like an unsharded
+    mixture of experts."""
     model = mixture(count=3)
     reference = Reference(model, loss_of=mixture_loss)
     for layer in model.layers:

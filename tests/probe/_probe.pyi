@@ -1,6 +1,7 @@
-"""``fsdpc._C`` with a state and types of its own, and functions for tests and benchmarks.
+"""This module has all functions of ``fsdpc._C`` and further functions for tests and benchmarks. It
+has its own module state and its own types.
 
-In-place and editable builds have this module, wheels do not: ``docs/decisions/025-probe.md``.
+In-place and editable builds have this module; wheels do not. See ``docs/decisions/025-probe.md``.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-/* The functions that fsdpc._probe has on top of those of fsdpc._C. */
+/* The functions that fsdpc._probe has in addition to those of fsdpc._C. */
 #ifndef FSDPC_PROBE_H
 #define FSDPC_PROBE_H
 

@@ -1,4 +1,5 @@
-/* Codecs (csrc/codec) on arrays, with the names of their dtypes as in probe_kernels.c. */
+/* Python functions that run the codecs (csrc/codec) on arrays. Each array is passed with the name of its
+ * dtype, as in probe_kernels.c. */
 #include "codec/codec.h"
 #include "probe.h"
 #include "probe_kernels.h"
@@ -89,8 +90,8 @@ codec_round(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count
     return call("codec_round", ROUND, args, count, keywords);
 }
 
-/* One segment's pieces of several ranks, coded and summed as a reduction on a GPU does it: `coded` gets those of the other
- * ranks, end to end. */
+/* The sum of one segment over several ranks, with the codes that a reduction on a GPU uses. `values` has
+ * the pieces of all ranks; `coded` gets the coded pieces of the other ranks, end to end. */
 struct sum {
     fsdpc_py_kernels kernels;
     fsdpc_codec codec;

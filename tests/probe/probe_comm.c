@@ -1,5 +1,5 @@
-/* The deadline of a communicator that is in use: tests have time for what leads to a wait, and a short
- * deadline for the wait.
+/* Sets the deadline of a communicator that is in use. A test can then have a long deadline for its
+ * preparations, and a short deadline for the wait that it tests.
  */
 #include "comm/comm_impl.h"
 #include "probe.h"
@@ -21,7 +21,8 @@ set_deadline(PyObject *Py_UNUSED(module), PyObject *const *values, Py_ssize_t co
     if (fsdpc_py_args("set_deadline", table, 2, values, count, keywords) < 0) {
         return NULL;
     }
-    /* By name: both modules are compiled from the same sources, with a type each. */
+    /* The type is compared by its name. fsdpc._C and fsdpc._probe are compiled from the same sources,
+     * and have separate types of the same name. */
     if (strcmp(Py_TYPE(object)->tp_name, "fsdpc._C.Comm") != 0 || !(seconds > 0)) {
         return PyErr_Format(PyExc_ValueError, "set_deadline: a Comm and seconds above 0, not %R",
                             object);

@@ -1,12 +1,13 @@
-/* A flat parameter without a tree of modules: gather, release and reduce by hand, with NumPy alone.
- * The first use creates a tree of this one unit.
+/* Functions that gather, release and reduce a flat parameter without a tree of modules, with NumPy
+ * only. The first use creates a tree that has only this unit.
  */
 #include "probe.h"
 #include "py/unit/py_flat.h"
 
 #include "base/mem.h"
 
-/* A tree of this one unit, made on first use. Collective. */
+/* Makes a tree that has only this unit, at the first use. Fails if the unit belongs to another tree.
+ * Collective. */
 static int
 own_tree(fsdpc_py_flat *self)
 {
@@ -24,7 +25,7 @@ own_tree(fsdpc_py_flat *self)
     if (!tree) {
         return -1;
     }
-    /* The tree has set self->tree; this unit alone keeps it. */
+    /* The tree has stored a new reference to itself in self->tree, which now keeps the tree alive. */
     Py_DECREF(tree);
     self->own_tree = true;
     return 0;

@@ -1,9 +1,10 @@
-/* The kernels as functions of the extension.
+/* Python functions of fsdpc._probe that run the kernels.
  *
- * Arrays come with the name of their dtype, as NumPy has no bfloat16: an array of uint16 stands for
- * it. The number of elements follows from the bytes. `kernels` is a table's name, None for the CPU
- * device with its choice of table and its threads, or "cuda:N" for torch tensors on that GPU, where
- * the work is only queued. The GIL is released while a kernel runs.
+ * Each array is passed with the name of its dtype, because NumPy has no bfloat16: an array of uint16 holds
+ * bfloat16 values. The number of elements follows from the number of bytes. `kernels` is the name of a
+ * kernel table, None or "cuda:N". None means the CPU device, which chooses the table and uses its
+ * threads. "cuda:N" is for torch tensors on that GPU, on which the work is only queued. The GIL is
+ * released while a kernel runs.
  */
 #include "probe_kernels.h"
 
@@ -21,7 +22,8 @@ check_same_count(const fsdpc_py_buffer *a, const fsdpc_py_buffer *b)
     return 0;
 }
 
-/* A table does not check its arguments; a device does, and its status is raised. */
+/* Checks an argument of a kernel of a kernel table, because these kernels check nothing. For a device this
+ * is not needed: its functions check their arguments, and their status becomes an exception. */
 static int
 check_arithmetic(const fsdpc_py_buffer *buffer, bool accumulator)
 {
@@ -146,8 +148,8 @@ kernel_accumulate(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t
 
 struct reduction {
     fsdpc_py_buffer acc;
-    fsdpc_py_buffer *sources; /* owned, `count` of them */
-    const void **list;        /* owned; NULL where the source is None */
+    fsdpc_py_buffer *sources; /* an array of `count` buffers, freed with this struct */
+    const void **list;        /* their addresses, freed with this struct; NULL for None */
     int count;
     fsdpc_dtype src_dtype;
     fsdpc_py_kernels kernels;
@@ -158,7 +160,7 @@ struct reduction {
 static int
 open_sources(PyObject *sequence, const char *dtype, struct reduction *out)
 {
-    PyObject *items = PySequence_Tuple(sequence); /* opening one may change a list */
+    PyObject *items = PySequence_Tuple(sequence); /* a copy: opening an item may change a list */
     if (items == NULL) {
         return -1;
     }

@@ -1,4 +1,5 @@
-/* What the files of probe_kernels* share: arrays with the name of their dtype, and where they run. */
+/* Declarations that the files probe_kernels*.c share. They turn Python arguments into arrays of a dtype, and
+ * into the kernel table or device that runs a kernel on these arrays. */
 #ifndef FSDPC_PROBE_KERNELS_H
 #define FSDPC_PROBE_KERNELS_H
 
@@ -6,7 +7,7 @@
 #include "kernels.h"
 #include "py/base/py.h"
 
-/* Exactly one of the two is set. */
+/* A kernel table or a device. Exactly one of the two pointers is set. */
 typedef struct fsdpc_py_kernels {
     const fsdpc_kernels *table;
     fsdpc_device *device;
@@ -20,14 +21,16 @@ typedef struct fsdpc_py_buffer {
 
 /* --- probe_kernels_buffer.c --------------------------------------------------------------------- */
 
-/* A table's name; "cuda:N": that GPU, and this thread's work for it goes on torch's current stream;
- * NULL: the CPU device. -1 with an exception. */
+/* Finds kernels by `name`: the name of a kernel table, "cuda:N" for that GPU, or NULL for the CPU device.
+ * From then on, this thread queues its work for the GPU on torch's current stream. Returns -1 with an
+ * exception set if this fails. */
 int fsdpc_py_kernels_find(const char *name, fsdpc_py_kernels *out);
-/* A contiguous array in memory of the device. `out` must be zeroed; close it in any case. */
+/* Opens a contiguous array in memory of the device. `out` must be zeroed, and must be closed even if
+ * this fails. */
 int fsdpc_py_buffer_open(PyObject *object, const char *dtype, bool writable,
                          const fsdpc_py_kernels *kernels, fsdpc_py_buffer *out);
 void fsdpc_py_buffer_close(fsdpc_py_buffer *buffer);
-/* None, or the status's exception. */
+/* Returns None if `status` is FSDPC_OK. Else sets the exception for the status and returns NULL. */
 PyObject *fsdpc_py_kernels_finish(int status);
 
 /* --- probe_kernels_device.c --------------------------------------------------------------------- */

@@ -1,4 +1,5 @@
-/* What the kernels of probe_kernels.c and probe_kernels_device.c take: arrays, and where they run. */
+/* The arguments of the kernels in probe_kernels.c and probe_kernels_device.c: arrays, and a kernel
+ * table or a device. */
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
-/* Kernels that only devices have: many tensors by one launch, and a product with a factor that the
- * host never reads. A plan is a capsule, freed with its last reference.
+/* Kernels that only devices have: packing many tensors by one launch, and multiplying by a factor that
+ * the host never reads. A pack plan is a capsule, which is freed with its last reference.
  */
 #include "base/mem.h"
 #include "probe_kernels.h"
@@ -7,7 +7,7 @@
 typedef struct pack_way {
     fsdpc_py_kernels kernels;
     fsdpc_pack_plan *plan;
-    fsdpc_pack_target *targets; /* owned, `count` of them */
+    fsdpc_pack_target *targets; /* an array of `count` targets, freed with this struct */
     int count;
     size_t bytes;
 } pack_way;
@@ -44,7 +44,7 @@ read_target(PyObject *item, fsdpc_pack_target *out)
     }
     const int status = fsdpc_dtype_from_name(dtype, &out->dtype);
     out->n = n;
-    out->offset = offset < 0 ? SIZE_MAX : (size_t)offset; /* refused by the plan */
+    out->offset = offset < 0 ? SIZE_MAX : (size_t)offset; /* SIZE_MAX makes the plan fail */
     return fsdpc_py_checked(status);
 }
 
@@ -116,8 +116,8 @@ fsdpc_py_kernel_pack_plan(PyObject *Py_UNUSED(module), PyObject *const *args, Py
 typedef struct pack_call {
     pack_way *way;
     fsdpc_py_buffer dst;
-    fsdpc_py_view *views;       /* owned, one for each target */
-    fsdpc_pack_source *sources; /* owned, the same; of `views` */
+    fsdpc_py_view *views;       /* an array with one view for each target, freed with this struct */
+    fsdpc_pack_source *sources; /* the same for sources, which point into `views` */
     double scale;
 } pack_call;
 

@@ -1,5 +1,5 @@
-/* The extension module fsdpc._probe: all of fsdpc._C, with a state of its own, and functions that only
- * tests and benchmarks call.
+/* The extension module fsdpc._probe. The module has all functions of fsdpc._C, its own module state, and
+ * further functions that only tests and benchmarks call.
  */
 #include "probe.h"
 #include "py/py_module.h"

@@ -1,4 +1,5 @@
-/* The extension's view of a tensor as plain Python data, and its export of memory. */
+/* Functions that describe the extension's view of a tensor as a Python dictionary, and that export memory by
+ * DLPack. */
 #include "probe.h"
 
 #include <string.h>

@@ -1,8 +1,8 @@
-"""What the runs of `make simcluster-coverage` have reached in the core, and what not.
+"""Report which parts of the core the runs of `make simcluster-coverage` have reached.
 
-Prints, for each folder, how many basic blocks, lines that access an atomic (where ranks take turns)
-and lines that make an error were reached, and the functions that were never called. --lines
-lists the lines that were never reached.
+For each folder, print how many of its basic blocks were reached. Do the same for lines that access
+an atomic (where another rank may run), and for lines that make an error. Print the functions never
+called. With --lines, print the lines that were never reached.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FOLDERS = ("shm", "comm", "exchange", "unit", "tree")
 
 
 def blocks(library: Path) -> dict[int, str]:
-    """The function of each block, by the address that the block's call returns to."""
+    """Map the return address of each basic block's coverage call to the name of its function."""
     text = subprocess.run(
         ["objdump", "-d", "--no-show-raw-insn", str(library)], capture_output=True, text=True
     ).stdout
@@ -66,7 +66,7 @@ def main() -> None:
     print(f"{'folder':10} {'blocks':>14} {'points':>12} {'errors':>12}")
     for folder in FOLDERS:
         files = sorted(file for file in functions if file.startswith(folder + "/"))
-        # Files for other kinds of groups (such as GPUs), which no run uses.
+        # No run executes these files: they serve groups that are not simulated (such as GPUs).
         unused = [file for file in files if not any(functions[file].values())]
         used = set(files) - set(unused)
         places = {place: each for place, each in hits.items() if place[0] in used}

@@ -1,7 +1,7 @@
-"""Planted faults, and how many seeds the simulated cluster takes to find each.
+"""Plant faults in the core, and count how many seeds the simulated cluster takes to find each.
 
-`make simcluster-faults`. A fault is a change of one source file. Each gives a core of its own,
-which runs until an invariant is violated.
+`make simcluster-faults` runs this file. A fault is a change of one source file. For each fault, a
+core with the change is built, and seeds run on that core until an invariant is violated.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CHUNK = 500  # seeds whose result is kept together
+CHUNK = 500  # how many seeds a search tries before its result is saved
 C_TESTS = ("shm", "comm", "exchange", "unit", "tree")
-C_TEST_S = 60  # of seconds, about ten times what the longest of them takes
+C_TEST_S = 60  # timeout of a C test in seconds, about ten times the duration of the longest test
 DECISION = ROOT / "docs/decisions/041-simulated-cluster.md"
 BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
 MENDED = Path(__file__).with_name("mended.list")
@@ -38,10 +38,10 @@ MENDED_HEAD = """\
 class Fault:
     name: str
     file: str  # in csrc
-    old: str  # occurs once in the file
+    old: str  # the text that the fault replaces by `new`; it occurs once in the file
     new: str
-    mended: bool = False  # this was how the engine was
-    ways: str = ""  # "--wire", "--replicas", "--thaws", "--twins", "--joins"
+    mended: bool = False  # True: the engine once had this fault, and it was repaired
+    ways: str = ""  # options of simcluster that show the fault, such as "--wire" or "--replicas"
 
 
 SYNC, WAIT, STATE = "shm/shm_sync.c", "shm/shm_wait.c", "shm/shm_state.c"
@@ -57,27 +57,27 @@ WIRE_WAIT, WIRE_REDUCE = "exchange/exchange_wire_wait.c", "exchange/exchange_wir
 WIRE_HOST, FLIGHT = "exchange/exchange_wire_host.c", "comm/comm_flight.c"
 REPLICAS, BACKWARD = "unit/unit_replicas.c", "tree/tree_backward.c"
 
-# Not here, as they change nothing that can be seen:
-# - A replica's swap that begins before its shard group has summed: the sum has changed since, so it
-#   is swapped again.
-# - One key for both flights of a swap: messages of one key match in the order of posting.
-# - The slots' set-up without its barrier: rank 0 empties the slots before it begins a pass, and
-#   nobody takes hold of one before all have begun, or stand in waits, which are after the set-up.
-# - The begin of a pass that wakes nobody: its rank gathers the root at once, whose last chunk is
-#   its own and wakes all; if it must wait before that, its wait wakes who may act.
-# - A barrier that is entered after a failure: its wait looks for failures as well.
-# - The last failure counts, not the first: the text of each failure quotes the one before.
-# - Masters of an earlier pass read at once, into a slot or into private memory: the first gather of
-#   a pass takes hold of its slot only when all ranks have begun the pass or stand still, and who
-#   stands still then changes nothing before that gather has ended.
-# - The end of a forward that waits for a rank that has left, or has begun a later pass: the latter
-#   waits for this rank at its first gather, so this rank soon finds that all stand still. It only
-#   takes longer; values of a rank that left are checked apart from that.
-# - Values joined in the slot of a rank that had not changed its weights: the check after the gather
-#   refuses them as well, unless a rank counts writes that change nothing.
-# - First posts that wake nobody: their rank ends its backward at once, or posts late gradients, and
-#   both wake. If it must wait before that, it waits for acknowledgements, the last of which wakes
-#   all, or has a fallback, which the last one to sleep wakes all for: overflow memory at most.
+# Faults that are not in the list, because no run can show them. After each colon: why not.
+# - A replica begins to swap a sum before its shard group has finished the sum: the sum changes
+#   afterwards, so the replica swaps the sum again.
+# - Both flights (sets of messages) of a swap have one key: equal keys match in posting order.
+# - The set-up of the slots has no barrier: rank 0 empties the slots before it begins a pass, and no
+#   rank takes a slot before every rank has begun the pass or waits; all waits are after the set-up.
+# - The begin of a pass wakes no rank: the rank that begins gathers the root at once, and its
+#   chunk, the last one, wakes all. If the rank must wait before, its wait wakes those that may act.
+# - A rank enters a barrier after a failure: the wait in the barrier checks for failures as well.
+# - The last failure is reported, not the first: the text of each failure quotes the one before.
+# - Masters of an earlier pass are read at once, into a slot or private memory: the first gather of
+#   a pass takes its slot only when every rank has begun the pass or stands still, and a rank that
+#   stands still changes no masters before that gather has ended.
+# - The end of a forward waits for a rank that has left or that has begun a later pass: a rank in a
+#   later pass waits for this rank at its first gather, so this rank soon finds that all ranks stand
+#   still and only loses time. The values of a rank that left are checked separately.
+# - A rank joins a slot with values of a rank that had not changed its weights: the check after the
+#   gather refuses these values as well, unless a rank counts writes that change nothing.
+# - The first post of a rank wakes no rank: the rank then ends its backward or posts late gradients,
+#   which wakes the others. If the rank must wait before that, the last acknowledgement wakes all,
+#   or the last rank to sleep wakes all for its fallback. At worst, the rank uses overflow memory.
 FAULTS = [
     # Barrier and agreement.
     Fault(
@@ -223,7 +223,7 @@ FAULTS = [
         "(void)other;\n            return status;",
         mended=True,
     ),
-    # Ranks that all wait.
+    # Detection that all ranks wait.
     Fault(
         "a sleeper does not say that it sleeps",
         STUCK,
@@ -598,7 +598,7 @@ FAULTS = [
         "enum fsdpc_found found = compare_rank(x, x->shared->samples, x->rank, true);",
         mended=True,
     ),
-    # More of barriers, waits and departures.
+    # Further faults of barriers, waits and departures.
     Fault(
         "a barrier asks for the arrival before the departure",
         SYNC,
@@ -690,7 +690,7 @@ FAULTS = [
     ),
     Fault("the watcher is not stopped", WATCH, "    eventfd_write(shm->stop_fd, 1);\n", ""),
     Fault("the watcher is not joined", WATCH, "    pthread_join(shm->watcher, NULL);\n", ""),
-    # More of the rendezvous.
+    # Further faults of the rendezvous.
     Fault(
         "rank 0 that is not there yet is an error",
         MEET,
@@ -776,7 +776,7 @@ FAULTS = [
         "    take_descriptors(&packet, passed);\n"
         "    passed->count -= passed->count == 1 && text->kind == FSDPC_SHM_HELLO;\n",
     ),
-    # More of ranks that all wait.
+    # Further faults of the detection that all ranks wait.
     Fault(
         "a better fallback of another rank does not count",
         STUCK,
@@ -1310,13 +1310,13 @@ FAULTS = [
 
 
 def stale() -> list[str]:
-    """Faults that cannot be planted any more, as the source has changed."""
+    """Return a line for each fault that cannot be planted because the source has changed."""
     times = {f: (ROOT / "csrc" / f.file).read_text().count(f.old) for f in FAULTS}
     return [f"{f.name}: its text occurs {n} times in {f.file}" for f, n in times.items() if n != 1]
 
 
 def mended() -> dict[str, str]:
-    """The seed of each fault of the list, with its way before it."""
+    """Map the name of each fault in mended.list to a text: the fault's seed and its options."""
     rows = [line.split(" ", 2) for line in MENDED.read_text().splitlines() if line[0] != "#"]
     rows = [row if row[1][:2] == "--" else [row[0], "", " ".join(row[1:])] for row in rows]
     return {name: f"{seed} {way}".strip() for seed, way, name in rows}
@@ -1330,7 +1330,7 @@ def run(command: list[str], most_s: float = 300) -> subprocess.CompletedProcess[
 
 @cache
 def plant(fault: Fault, build: Path) -> Path:
-    """A core with the fault: its file compiled anew, the rest as built."""
+    """Build a core with the fault: compile the changed file, and link it with the other objects."""
     source = (ROOT / "csrc" / fault.file).read_text()
     folder = build / f"fault-{FAULTS.index(fault)}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -1339,7 +1339,7 @@ def plant(fault: Fault, build: Path) -> Path:
     compiler, *flags = os.environ["CLUSTER_CC"].split()
     made, library = folder / "changed.o", folder / "core.so"
     link = ["-shared", "-Wl,-z,now", "-Wl,-Bsymbolic", *os.environ["CLUSTER_WRAPS"].split()]
-    # The changed file comes first, so that the one in the archive is not needed.
+    # The changed file comes first, so that the linker ignores the unchanged file in the archive.
     parts = [str(build / "program.o"), str(made), str(build / "core.a")]
     shares = fault.file.split("/")[0] in ("shm", "comm", "exchange")
     points = ["-include", "tests/simcluster/points.h"] if shares else []
@@ -1354,7 +1354,7 @@ def plant(fault: Fault, build: Path) -> Path:
 
 
 def c_tests(build: Path) -> list[Path]:
-    """The C tests of the folders that faults are planted in, compiled. Beside them: `libcore.a`."""
+    """Compile the C tests of the folders that faults are planted in; return their object files."""
     made = []
     for name in C_TESTS:
         made.append(build / f"test_{name}.o")
@@ -1366,7 +1366,7 @@ def c_tests(build: Path) -> list[Path]:
 
 
 def found_by_c_tests(fault: Fault, build: Path, tests: list[Path], core: Path) -> str:
-    """The first C test that fails with the fault, or ""."""
+    """Return the name of the first C test that fails with the fault, or "" if all tests pass."""
     folder = plant(fault, build).parent
     compiler, *flags = os.environ["CLUSTER_CC"].split()
     source, made = folder / Path(fault.file).name, folder / "plain.o"
@@ -1389,7 +1389,7 @@ def found_by_c_tests(fault: Fault, build: Path, tests: list[Path], core: Path) -
 
 
 def compare_with_c_tests(faults: list[Fault], build: Path, jobs: int) -> None:
-    """How many of the faults the C tests find that use real processes and threads."""
+    """Print how many of the faults are found by the C tests with real processes and threads."""
     tests, core = c_tests(build), build.parent / "libcore.a"
 
     def one(fault: Fault) -> bool:
@@ -1404,17 +1404,17 @@ def compare_with_c_tests(faults: list[Fault], build: Path, jobs: int) -> None:
 
 @dataclass
 class Outcome:
-    """What is known of a fault; of what it was found out with, `made` is the digest."""
+    """The result of the search for a fault; `made` is a digest of the build and of the fault."""
 
     made: str
-    tried: int = 0  # seeds that found nothing
-    found: int = 0  # the seed that found it
+    tried: int = 0  # how many seeds, from seed 1 on, did not find the fault
+    found: int = 0  # the seed that found the fault, or 0
     what: str = ""
     seconds: float = 0
 
 
 def search(fault: Fault, build: Path, before: Outcome, most: int, end: float) -> Outcome:
-    """The seeds that were not tried yet, up to `most`; as before if there is no time for that."""
+    """Try seeds after `before.tried` up to `most`. On a timeout, return the counts of `before`."""
     library = plant(fault, build)
     first, begin = before.tried + 1, time.monotonic()
     command = [str(build / "simcluster"), str(library), "--until-found"]
@@ -1441,7 +1441,7 @@ def search(fault: Fault, build: Path, before: Outcome, most: int, end: float) ->
 
 
 class Results:
-    """Kept in a file after each search, so that an interrupted run goes on."""
+    """The outcomes of all faults, saved after each search so that a run can be resumed."""
 
     def __init__(self, path: Path, build: Path, end: float) -> None:
         self.path, self.build, self.end = path, build, end
@@ -1459,7 +1459,7 @@ class Results:
         return kept if kept and kept.made == made else Outcome(made)
 
     def merge(self, path: Path) -> None:
-        """What another run, of the same build, has found out about other faults."""
+        """Add the outcomes that another run of the same build has saved."""
         self.of |= {name: Outcome(**each) for name, each in json.loads(path.read_text()).items()}
 
     def search(self, fault: Fault, most: int) -> None:
@@ -1476,7 +1476,7 @@ class Results:
         with self.lock:
             self.of[fault.name] = outcome
             kept = {name: asdict(each) for name, each in self.of.items()}
-            new = self.path.with_suffix(".new")  # the run may be ended at any time
+            new = self.path.with_suffix(".new")  # so that a killed run leaves a complete file
             new.write_text(json.dumps(kept, indent=1))
             new.replace(self.path)
             if show:
@@ -1500,9 +1500,9 @@ def within(seeds: list[int]) -> str:
 
 
 def write(results: Results, count: int) -> None:
-    """The seeds into the decision, and those of faults that were mended into their list."""
+    """Write all faults' seeds to decision 41, and the seeds of mended faults to mended.list."""
     of = {fault: results.before(fault) for fault in FAULTS}
-    # Of what was not found in this build, perhaps as it was not tried, the seed before stays.
+    # A fault that this build has not found, perhaps because it was not tried, keeps its old seed.
     new = {f.name: f"{of[f].found} {f.ways}".strip() for f in FAULTS if f.mended and of[f].found}
     kept = mended() | new
     rows = [f"{kept[f.name]} {f.name}\n" for f in FAULTS if f.name in kept]
@@ -1520,11 +1520,11 @@ def write(results: Results, count: int) -> None:
 
 
 def replay(build: Path, fault: Fault, seed: str) -> bool:
-    """Whether the seed still finds what was mended."""
+    """Return whether the seed still finds the mended fault when that fault is planted again."""
     command = [str(build / "simcluster"), str(plant(fault, build)), "--until-found", "--quiet"]
     first, *way = seed.split()
     code = run([*command, *way, "--first", first, "--count", "1"]).returncode
-    found = code == 0 or code < 0  # a violation, or a crash
+    found = code == 0 or code < 0  # 0: a violation; negative: a crash
     print(f"{seed:>6}  {fault.name:60}  {'found' if found else 'NOT FOUND'}", flush=True)
     return found
 

@@ -1,6 +1,6 @@
-/* Which parts of the core were reached: linked into the copies of the core of `make simcluster-coverage` alone, which
- * are compiled to call this at the begin of each basic block. A block's byte, at its place in the library, becomes 1
- * in the file $SIM_COVERAGE, as variables of a copy do not outlive a run.
+/* Records which basic blocks of the core were reached. Only `make simcluster-coverage` links this file; its
+ * copies of the core call this code at the begin of each block. The code writes 1 to the file $SIM_COVERAGE
+ * at the block's offset in the library. (The variables of a copy do not outlive a run, but the file does.)
  */
 #include <fcntl.h>
 #include <stdint.h>
@@ -19,7 +19,7 @@ void __sanitizer_cov_trace_pc(void);
 static uint8_t *
 map_file(void)
 {
-    /* All copies use one range, so that a run does not need new ones. */
+    /* All copies map the file at the same address in every run, so that mappings do not pile up. */
     void *const at = (void *)(UINT64_C(1) << 45);
     const int fd = open(getenv("SIM_COVERAGE"), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
     if (fd < 0 || __real_ftruncate(fd, BYTES) != 0) {

@@ -1,7 +1,7 @@
-/* Turns seeds into cases, runs and judges them. Usage: `simcluster --help`. What is checked: see README.md.
+/* Turns seeds into cases, runs the cases and judges them. Usage: `simcluster --help`. Checks: see README.md.
  *
- * Each rank has its own copy of the core (the library is loaded once per rank), so that it has its own global
- * variables, as a process has. Before each run the variables of every copy are as they were after loading.
+ * Each rank has its own copy of the core (the library is loaded once per rank), so that each rank has its own
+ * global variables, as a process has. Before each run all variables are as they were after loading.
  */
 #include <dlfcn.h>
 #include <elf.h>
@@ -42,7 +42,7 @@ static struct options {
     uint64_t first, count;
     int ranks, units, steps, fault;
     bool trace, quiet, silent, until_found, shrink, wire, replicas, thaws, twins, joins;
-    const char *mended; /* a file of seeds that are run first */
+    const char *mended; /* the name of a file of seeds that run first; NULL: none */
 } options = {.first = 1, .count = 1000, .fault = -1};
 
 static copy copies[SIM_RANKS];
@@ -59,7 +59,7 @@ fail(const char *what)
     exit(2);
 }
 
-/* Finds the memory that the copy may write: its writable segments without the pages that relocation locks. */
+/* Finds the memory that the copy may write: its writable segments without the read-only pages of RELRO. */
 static int
 find_parts(struct dl_phdr_info *info, size_t bytes, void *argument)
 {
@@ -156,7 +156,7 @@ draw_fault(sim_case *c, uint64_t *state)
         [SIM_DIES] = 12,     [SIM_STOPS] = 12, [SIM_PAUSES] = 12,
         [SIM_RAISES] = 3,    [SIM_LEAVES] = 3, [SIM_CHANGES] = 3,
         [SIM_NO_MEMORY] = 7, [SIM_STRAYS] = 3, [SIM_REFUSED] = 5};
-    /* In how many of 32 cases each fault is; there is none in the rest. */
+    /* In how many of 32 cases each fault occurs; the other cases have no fault. */
     static const int often[SIM_FAULTS] = {[SIM_DIES] = 3,      [SIM_STOPS] = 5,  [SIM_PAUSES] = 2,
                                           [SIM_RAISES] = 2,    [SIM_LEAVES] = 3, [SIM_CHANGES] = 4,
                                           [SIM_NO_MEMORY] = 2, [SIM_STRAYS] = 4, [SIM_REFUSED] = 2};
@@ -168,7 +168,7 @@ draw_fault(sim_case *c, uint64_t *state)
     c->fault = options.fault >= 0 ? (enum sim_fault)options.fault : c->fault;
     c->victim = (int)(sim_random(state) % (uint64_t)c->world);
     c->at = 1 + sim_random(state) % (UINT64_C(1) << (2 + sim_random(state) % (most[c->fault] + 1)));
-    /* Until a deadline passes there are many short sleeps: where one may pass, it is short in most cases. */
+    /* To simulate a long wait takes many short sleeps, so a deadline that may pass is short in most cases. */
     const bool passes = c->fault == SIM_STOPS || c->fault == SIM_PAUSES || c->fault == SIM_STRAYS;
     c->timeout_s = c->fault == SIM_REFUSED       ? 20
                    : !passes                     ? 600
@@ -178,7 +178,7 @@ draw_fault(sim_case *c, uint64_t *state)
     c->timeout_s *= load > 16 ? load / 4.0 : 1;
     c->place = sim_random(state) % 4 ? 1 + (int)(sim_random(state) % SIM_PLACES) : 0;
     c->at = c->fault == SIM_NO_FAULT ? 0 : c->at;
-    /* Each rank must hold a part of what changes: else it may not notice the change. */
+    /* Each rank must have a shard of the weights that change; else it may not notice the change. */
     c->wide = c->wide || c->fault == SIM_CHANGES || c->fault == SIM_STRAYS;
     const uint64_t more = sim_random(state);
     c->evaluates = c->evaluates || options.joins || c->fault == SIM_CHANGES ||
@@ -188,7 +188,7 @@ draw_fault(sim_case *c, uint64_t *state)
     c->uneven = (c->uneven || options.joins) && c->fault != SIM_CHANGES;
 }
 
-/* Two or three shard groups of two or three ranks each; with --ranks about as many ranks as asked for. */
+/* Draws two or three shard groups of two or three ranks each; with --ranks, about that many ranks in all. */
 static void
 draw_replicas(sim_case *c)
 {
@@ -203,7 +203,7 @@ draw_replicas(sim_case *c)
     }
 }
 
-/* Draws each rank's host. Hosts have one rank or more, mostly neighbours; without c->hosts each has one. */
+/* Draws each rank's host. With c->hosts, some ranks (mostly neighbours) share a host; else no ranks do. */
 static void
 draw_hosts(sim_case *c)
 {
@@ -215,7 +215,7 @@ draw_hosts(sim_case *c)
     }
 }
 
-/* Puts a wire between the ranks: there all ranks gather and reduce in one order. */
+/* Puts a wire between the ranks. On a wire all ranks must gather and reduce in the same order. */
 static void
 draw_wire(sim_case *c)
 {
@@ -226,8 +226,8 @@ draw_wire(sim_case *c)
     c->trusts =
         c->fault != SIM_STRAYS && c->fault != SIM_CHANGES && sim_mix(c->seed * 29 + 11) % 8 == 0;
     c->gather_slots =
-        sim_mix(c->seed * 41 + 3) % 3 == 0 ? 3 : c->gather_slots; /* the default on a wire */
-    /* A pass in which a rank gathers nothing is not counted: exchange_wire.c. */
+        sim_mix(c->seed * 41 + 3) % 3 == 0 ? 3 : c->gather_slots; /* 3 is the default with a wire */
+    /* exchange_wire.c does not count a pass in which a rank gathers nothing. */
     c->rootless = c->rootless && c->fault != SIM_STRAYS;
     if (c->fault == SIM_REFUSED) {
         c->fault = SIM_NO_FAULT;
@@ -235,7 +235,7 @@ draw_wire(sim_case *c)
     }
 }
 
-/* Units are frozen until some step. A rank that strays forgets to unfreeze. */
+/* Freezes units until some step. A rank with the fault SIM_STRAYS forgets to unfreeze them. */
 static void
 draw_thaws(sim_case *c)
 {
@@ -243,7 +243,7 @@ draw_thaws(sim_case *c)
     c->steps += c->steps == 1;
     c->rootless = c->rootless && c->fault != SIM_STRAYS;
     c->uneven = c->uneven && c->fault != SIM_STRAYS;
-    /* Where all units are frozen, no mark of a wire shows that ranks run different numbers of batches. */
+    /* If all units are frozen, no mark on a wire shows that ranks run different numbers of batches. */
     c->meets = c->meets && c->fault != SIM_STRAYS && !(c->wire && c->fault == SIM_CHANGES);
 }
 
@@ -299,11 +299,11 @@ draw_case(uint64_t seed)
     }
     c.parts = sim_random(&state) % 4 == 0;
     const bool strays = c.fault == SIM_STRAYS;
-    const unsigned often = strays || c.fault == SIM_CHANGES ? 2 : 1; /* in so many of 4 cases */
+    const unsigned often = strays || c.fault == SIM_CHANGES ? 2 : 1; /* of 4 cases: how many idle */
     c.idle = c.evaluates && !c.in_step && sim_random(&state) % 4 < often;
     c.meets = c.meets && !(c.idle && strays && sim_random(&state) % 2);
     c.swaps = c.evaluates && sim_random(&state) % 4 < often;
-    /* Of 8 cases with thaws or twins, 2 are on a wire and 1 has replicas, where no option decides that. */
+    /* Of 8 cases with thaws or twins, 2 use a wire and 1 uses replicas, unless an option decides. */
     const uint64_t way = options.thaws || options.twins ? sim_mix(seed * 37 + 5) % 8 : 8;
     if (options.wire || (way < 2 && !options.replicas)) {
         draw_wire(&c);
@@ -417,7 +417,7 @@ names(const char *text, int rank)
     return false;
 }
 
-/* A text may blame "the other ranks" where a rank stops on its way into a barrier, or a whole host stops. */
+/* True if the text rightly blames "the other ranks": a host stopped, or a rank as it began a barrier. */
 static bool
 may_be_any(const sim_run *run, const char *text)
 {
@@ -431,7 +431,7 @@ says_that_one_died(const char *text)
     return strstr(text, ") died while") || strstr(text, ") died during");
 }
 
-/* True if the text says that a rank left which in fact gave up: giving up is the cause, leaving is not. */
+/* True if the text says that a rank has left, although that rank ended with an error, which is the cause. */
 static bool
 says_that_one_left(const sim_case *c, const sim_run *run, const char *text)
 {
@@ -444,7 +444,7 @@ says_that_one_left(const sim_case *c, const sim_run *run, const char *text)
     return says;
 }
 
-/* True if the rank says that it misses the victim, which has left, but has done less than the victim. */
+/* True if the rank reports that the victim has left, although the rank has done less than the victim. */
 static bool
 misses_what_was_done(const sim_case *c, const sim_run *run, int rank)
 {
@@ -455,17 +455,17 @@ misses_what_was_done(const sim_case *c, const sim_run *run, int rank)
            run->out[rank].done < run->out[c->victim].done;
 }
 
-/* The longest wait for a slot before private memory, and shorter ones for that of other units: exchange_shared_wait.c. */
+/* The longest sum of all waits for a slot that end with private memory. See exchange_shared_wait.c. */
 static const double PATIENCE_S = 2.7;
 
-/* True if ranks napped so long that, with a pause of half the deadline, one may have missed the deadline. */
+/* True if naps took so long that a rank may have missed its deadline after a pause of half the deadline. */
 static bool
 may_be_late(const sim_case *c, const sim_run *run)
 {
     return (double)run->napped_ns > 0.4e9 * c->timeout_s;
 }
 
-/* The program's own barrier (c->meets) knows nothing of units: there the deadline ends the wait. */
+/* True if the text says that ranks differ. With c->meets, a timeout counts too: barriers compare no units. */
 static bool
 says_that_ranks_differ(const sim_case *c, const char *text)
 {
@@ -482,24 +482,24 @@ static void
 judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *out)
 {
     const bool joined = out->joined && run->out[c->victim].joined;
-    /* Once the ranks have met, a death is seen at once. A stop is seen when the deadline of a wait passes;
-     * the wait may begin after waits for private memory have ended. */
+    /* Once the ranks have met, they notice a death at once. They notice a stop only when the deadline of a
+     * wait passes, and that wait may begin after earlier waits for private memory. */
     const bool apart = c->fault == SIM_STRAYS || (c->fault == SIM_CHANGES && c->wire);
     const bool waits = c->fault == SIM_STOPS || (apart && (!c->wire || c->meets));
     const double before_s = 0.5 * c->timeout_s > PATIENCE_S ? 0.5 * c->timeout_s : PATIENCE_S;
     const double most_s = joined && !waits ? 0 : c->timeout_s + before_s;
-    /* A rank that leaves disturbs only ranks that need it: only time in which all sleep counts. A rank that
-     * is about to sleep sees only after a slice of the sleep that another one has left. */
+    /* A departure disturbs only ranks that need the rank that left, so only time in which all ranks sleep is
+     * counted. A rank that is about to sleep notices a departure only after a slice of its sleep. */
     const bool leaves = c->fault == SIM_LEAVES;
-    /* A rank that fails before its host, or one of its groups, has met is missed only at the deadline, like
-     * one that stops; a text may name it by its place in the group. */
+    /* If a rank fails before its host, or one of its groups, has met, the others notice only at the deadline,
+     * as after a stop. An error text may name this rank by its number in the group. */
     const bool alone = (c->hosts || c->replicas) && !run->out[c->victim].joined;
     const bool told = (c->fault == SIM_NO_MEMORY || c->fault == SIM_REFUSED) && !alone;
-    /* From one group to another an error travels with ranks that end. A rank that waits for one of its host
-     * looks every 0.1 s whether ranks run different units; before that wait it may work for some time. */
+    /* An error passes from one group to another when a rank ends. A rank that waits for a rank of its host
+     * checks every 0.1 s whether ranks run different units, and may work for some time before that wait. */
     const bool looks = apart && c->hosts;
-    /* A wire may show only in a later pass of the model that a rank has left out a unit (seed 40670110: probably
-     * as the gather had begun ahead), and passes of the other model may come between. */
+    /* On a wire, a left-out unit may show only in a later pass of the model (seed 40670110: probably because
+     * the gather had begun ahead), and passes of the other model may come before that pass. */
     const bool slow = leaves || c->replicas || looks || (apart && c->twins);
     const int64_t late_ns = leaves || looks ? out->idle_ns : out->end_ns - run->fault_ns;
     const int slack_ms = slow ? LEFT_SLACK_MS : SLACK_MS;
@@ -557,10 +557,10 @@ lost_joined(const sim_case *c, const sim_run *run)
     return all;
 }
 
-/* A rank that stops in a wait, or is in another wait, looks like one that just waits: where deadlines pass at
- * the same time, a rank may name another one that waits as well. But some rank must name the victim, except
- * where ranks that ran fewer batches wait in a barrier, or one waits to post late gradients, which looks like
- * the cause. There a text must at least say that the rank which it names waits. */
+/* Checks that some rank names the victim. A rank that stops in a wait looks like a rank that only waits, so
+ * when deadlines pass at the same time, a rank may name another waiting rank. In two cases, no rank need name
+ * the victim: ranks that ran fewer batches wait in a barrier, or a rank waits to post late gradients. Such a
+ * wait looks like the cause. Then some text must at least say where a rank waits or was last seen. */
 static void
 judge_stop(const sim_case *c, const sim_run *run)
 {
@@ -678,7 +678,7 @@ run_seed(uint64_t seed)
 
 /* --- smaller cases --------------------------------------------------------------------------- */
 
-/* True if two violations are equal up to the first number. */
+/* True if the texts of two violations are equal up to their first digit. */
 static bool
 same_kind(const char *a, const char *b)
 {
@@ -686,7 +686,7 @@ same_kind(const char *a, const char *b)
     return same == strcspn(b, "0123456789") && strncmp(a, b, same) == 0;
 }
 
-/* A limit changes a whole run, so a smaller case is another seed with the same kind of violation. */
+/* Finds a seed that shows this kind of violation with the limits in `options`. (Limits change each run.) */
 static bool
 find_within(const char *kind, uint64_t *seed)
 {
@@ -735,7 +735,7 @@ shrink(uint64_t seed)
     }
 }
 
-/* A crash counts as a violation and ends the program, which first says the seed. */
+/* Reports a crash as a violation, prints the seed and ends the program. */
 static void
 on_crash(int number)
 {
@@ -812,7 +812,7 @@ read_flag(const char *word)
     return false;
 }
 
-/* Runs a line of the list: a seed, and perhaps flags. False: it violates. */
+/* Runs a line of the file `mended`: a seed and optional flags. Returns false if it shows a violation. */
 static bool
 run_line(char *line)
 {
@@ -831,7 +831,7 @@ run_line(char *line)
     return right;
 }
 
-/* Runs the seeds of the file `mended` and counts those that violate. Lines that begin with # are comments. */
+/* Runs the seeds of the file `mended`. Returns how many show a violation. Lines with # are comments. */
 static uint64_t
 run_mended(void)
 {
@@ -895,7 +895,7 @@ main(int count, char **words)
         return usage();
     }
     sim_tracing = options.trace;
-    /* Large blocks come zeroed from the kernel: else each run clears the records of trees, half a MB each. */
+    /* Take large blocks from the kernel, which zeroes them. Else each run clears half a MB per tree. */
     (void)mallopt(M_MMAP_THRESHOLD, 128 << 10);
     catch_crashes();
     setvbuf(stdout, NULL, _IOLBF, 0);

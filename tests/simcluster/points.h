@@ -1,10 +1,10 @@
-/* Included before every file of the core that ranks share memory through, when the file is compiled for the
- * simulated cluster: each atomic access becomes a point at which another rank may run.
+/* Turns each atomic access into a point at which another rank may run. The compiler includes this header
+ * before each file of the core through which ranks share memory, when it compiles for the simulated cluster.
  *
- * A point lies before each access, and after each one that writes, so that what follows a publication can be late as
- * well as what precedes it. Accesses are sequentially consistent here, whatever order the source names; but where the
- * case says so, a store of another order is seen by the others late: in its order, and before the rank's next
- * sequentially consistent write or call of the kernel, as on x86-64.
+ * A point is before each access and also after each write, so that other ranks can run on both sides of a
+ * publication. Accesses are sequentially consistent here, whatever order the source names, with one
+ * exception: in some cases, other ranks see a store of a weaker order late. Late stores appear in order, and
+ * before the rank's next sequentially consistent write or system call, as on x86-64.
  */
 #ifndef FSDPC_SIMCLUSTER_POINTS_H
 #define FSDPC_SIMCLUSTER_POINTS_H
@@ -16,14 +16,14 @@
 
 #include "base/pause.h"
 
-/* Other ranks run at the points, not during a pause: the pauses took a sixth of the simulation's time. */
+/* A pause does nothing: other ranks run only at points, and pauses took a sixth of the simulation's time. */
 #define fsdpc_pause() ((void)0)
 
 void sim_point(const char *place);
-/* A point after a write to `at`. */
+/* Marks a point after a write to `at`. */
 void sim_wrote(const char *place, const void *at);
 void sim_store_late(void *to, const void *value, size_t bytes);
-/* Reads what the running fiber has stored late at `from`; false: it has no late store there. */
+/* Reads the running fiber's late store at `from`; returns false if the fiber has no late store there. */
 bool sim_load_late(const void *from, void *out, size_t bytes);
 void sim_flush(void);
 extern int sim_late_stores;

@@ -1,8 +1,8 @@
-/* What each rank does (it makes a group, units and a tree, and trains), and the model its values must equal.
+/* The program of each rank (it makes a group, units and a tree, and trains), and a model of the right values.
  *
- * The program is linked into each copy of the core. It follows from the case alone, so that the ranks agree on what
- * must be the same, and each of them knows what the others do. Weights are whole numbers that differ between
- * units, positions and versions. Gradients are fractions: a sum in another order differs in its last bits.
+ * The program is linked into each copy of the core. It depends on the case alone, so the ranks agree on what
+ * must be the same and know what the others do. Weights are whole numbers that differ between units,
+ * positions and versions. Gradients are fractions: a sum in another order differs in its last bits.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -16,7 +16,7 @@
 #include "unit/grad.h"
 #include "unit/unit_impl.h"
 
-/* Numbers of a step's rounds: backwards from 0 on, late gradients 8, batches of evaluations 16 on, 8 each. */
+/* Numbers of rounds in a step. Backwards: 0 on. Late gradients: 8. Batches of evaluation k: 16 + 8k on. */
 enum { LATE_ROUND = 8, EVALUATION = 16, BATCHES = 8 };
 enum { PARAMS = 2, PIECE = 64, NUMEL_MOST = PIECE * SIM_RANKS, ROOT = 0 };
 
@@ -30,15 +30,15 @@ typedef struct group {
 typedef struct model {
     const sim_case *c;
     int net;            /* 1 in the second of two models, else 0 */
-    struct model *twin; /* in the first: the second model, or NULL */
+    struct model *twin; /* the second model, if this is the first of two; else NULL */
     int rank, version, step, event;
-    group shard, replicas; /* without replicas: all ranks; this rank alone */
+    group shard, replicas; /* without replicas: all ranks, and this rank alone */
     bool frozen[SIM_UNITS];
     int held[SIM_UNITS];          /* the version of each unit's weights */
     bool swapped;                 /* the next change of weights puts the old ones back */
-    int done;                     /* passes, backwards and meetings so far */
+    int done;                     /* how many passes, backwards and meetings it has done */
     bool gone;                    /* this rank has left before the end */
-    int rounds[SIM_UNITS];        /* a bit for each round whose gradients are still to be taken */
+    int rounds[SIM_UNITS];        /* bit i: the gradients of round i are still to be taken */
     fsdpc_comm *comm, *replicate; /* replicate: NULL without replicas */
     fsdpc_unit *units[SIM_UNITS];
     fsdpc_tree *tree;
@@ -46,7 +46,7 @@ typedef struct model {
 
 static fsdpc_device *device;
 
-/* Defined here because the linker would take libgcc's function of this name, which is for split stacks. */
+/* Defined in this file: else the linker takes libgcc's function of the same name, for split stacks. */
 int sim_pthread_create(pthread_t *out, void *(*function)(void *), void *argument);
 int __wrap_pthread_create(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
 int
@@ -57,7 +57,7 @@ __wrap_pthread_create(pthread_t *out, const pthread_attr_t *attr, void *(*functi
     return sim_pthread_create(out, function, argument);
 }
 
-/* A rank that notifies others has ended its wait: sim_wait_ended() finds a wait that ended by chance. */
+/* A rank that notifies others has ended its wait; sim_wait_ended() checks why the wait has ended. */
 void __real_fsdpc_shm_notify(fsdpc_shm *);
 void __wrap_fsdpc_shm_notify(fsdpc_shm *);
 void
@@ -67,7 +67,7 @@ __wrap_fsdpc_shm_notify(fsdpc_shm *shm)
     __real_fsdpc_shm_notify(shm);
 }
 
-/* A rank that uses its fallback need not have been woken: it does not go on by chance. */
+/* A rank may take its fallback without being woken, so false: no other rank had to end the wait. */
 bool __real_fsdpc_shared_must_act(fsdpc_exchange *, struct fsdpc_shared_wait *, enum fsdpc_shm_way);
 bool __wrap_fsdpc_shared_must_act(fsdpc_exchange *, struct fsdpc_shared_wait *, enum fsdpc_shm_way);
 bool
@@ -101,13 +101,13 @@ static int64_t
 numel_of(const sim_case *c, int unit, int param)
 {
     const int64_t draw = (int64_t)sim_drawn(c, 1, unit, param, 0);
-    if (c->wide && param == 0) { /* so large that each rank has a part */
+    if (c->wide && param == 0) { /* large enough that each rank has a shard of it */
         return PIECE * (c->world - 1) + 1 + (draw & 15);
     }
     return 1 + (draw & INT64_MAX) % (param == 0 ? 64 : 9);
 }
 
-/* The number that a unit's values follow from; it differs between the two models. */
+/* Returns the number from which a unit's values are computed; it differs between the two models. */
 static int
 key_of(const model *m, int unit)
 {
@@ -136,7 +136,7 @@ is_idle(const sim_case *c, int rank, int step, int round)
             sim_drawn(c, 201 + rank, 0, step, round) % 8 == 0);
 }
 
-/* True where the rank that strays leaves a unit out, once; on a wire all ranks must run the same units. */
+/* True where the rank with SIM_STRAYS leaves out the unit, once in a run. On a wire, that is a mistake. */
 static bool
 leaves_out(const sim_case *c, int rank, int unit, int step, int round)
 {
@@ -147,7 +147,7 @@ leaves_out(const sim_case *c, int rank, int unit, int step, int round)
            step == (int)(draw / 16 % (uint64_t)c->steps);
 }
 
-/* True if the rank runs the unit in this round of the step; gets(): and the parameter gets a gradient. */
+/* True if the rank runs the unit in this round. gets() is true only if a parameter gets a gradient, too. */
 static bool
 runs(const sim_case *c, int rank, int unit, int step, int round)
 {
@@ -171,7 +171,7 @@ gets(const sim_case *c, int rank, int unit, int param, int step, int round)
            sim_drawn(c, 100 + rank, unit * PARAMS + param, step, round) % 4 != 0;
 }
 
-/* What a rank sends for an element: the sum of its rounds' gradients, in the order of the rounds. */
+/* Returns what a rank sends for an element: the sum of the gradients of all rounds, in their order. */
 static float
 sent(const model *m, int rank, int unit, int param, int64_t i)
 {
@@ -192,8 +192,8 @@ in_step(const sim_case *c)
            !c->computes && c->fault == SIM_NO_FAULT;
 }
 
-/* True if the unit gets more gradients after its reduction: the first child, and half of the others except in
- * step. A rank may get no gradient of a late unit: then ranks send several late units in different orders. */
+/* True if the unit gets more gradients after its reduction: unit 1 and, unless ranks are in step, half of the
+ * other children. A rank may get no gradient of a late unit, so ranks send late units in different orders. */
 static bool
 is_late(const sim_case *c, int unit)
 {
@@ -201,7 +201,7 @@ is_late(const sim_case *c, int unit)
            (unit == 1 || (unit != ROOT && !in_step(c) && sim_drawn(c, 7, unit, 0, 0) % 2));
 }
 
-/* True if the rank runs the unit in the last round and the parameter gets more gradients after its sum. */
+/* True if the rank runs the unit in the last round and the parameter gets gradients after the unit's sum. */
 static bool
 gets_late(const sim_case *c, int rank, int unit, int param, int step)
 {
@@ -209,7 +209,7 @@ gets_late(const sim_case *c, int rank, int unit, int param, int step)
            gets(c, rank, unit, param, step, LATE_ROUND);
 }
 
-/* Ranks of a shard group have adjacent numbers; ranks that hold the same shards are `shards` apart. */
+/* Ranks of a shard group have adjacent numbers. Replicas of a shard are on ranks r, r + shards, and so on. */
 static void
 draw_groups(model *m)
 {
@@ -224,7 +224,7 @@ draw_groups(model *m)
     }
 }
 
-/* The sum of `of` over a shard group: over the ranks of each host, in order, and then over the hosts. */
+/* Returns the sum of `of` over a shard group: over the ranks of each host, in order, then over the hosts. */
 static float
 sum_of_ranks(const model *m, int replica, float (*of)(const model *, int, const void *),
              const void *what)
@@ -261,7 +261,7 @@ late_of(const model *m, int rank, const void *what)
                : 0;
 }
 
-/* Late gradients are summed apart. Without replicas each of the two sums is divided, else the sum of all. */
+/* Late gradients have a separate sum. Each sum is divided by the world; with replicas, only the total is. */
 static float
 expected_sum(const model *m, int unit, int param, int64_t i)
 {
@@ -291,7 +291,7 @@ any_gets(const model *m, int unit, int param)
     return false;
 }
 
-/* True if a rank gets gradients of the unit. Else no rank sends it, and its marks say: no gradient. */
+/* True if a rank gets gradients of the unit. Else no rank sends the unit: its parameters count as unused. */
 static bool
 any_sends(const model *m, int unit)
 {
@@ -305,7 +305,7 @@ any_sends(const model *m, int unit)
 
 /* --- invariants ------------------------------------------------------------------------------ */
 
-/* Invariant 1 (decision 41): each value that a module reads is that of the published pass. */
+/* Checks invariant 1 (decision 41): a module reads exactly the values of the published pass. */
 static void
 check_values(const model *m, int u)
 {
@@ -336,8 +336,8 @@ expected_at(const model *m, int u, int64_t at)
     return 0;
 }
 
-/* True if late gradients may join the first ones: on the rank that leaves a unit out, other units wait for
- * the turn of that unit, so their gradients are sent together, and the sum is rounded in another order. */
+/* True if late gradients may be sent with the first ones. On the rank that leaves out a unit, other units
+ * wait for that unit's turn, so all gradients are sent together and the sum is rounded differently. */
 static bool
 may_join_late(const model *m)
 {
@@ -356,7 +356,7 @@ is_sum(const model *m, float got, float expected)
            (may_join_late(m) && apart < 1e-5 && apart > -1e-5);
 }
 
-/* Invariant 2: each sum and each mark of a used parameter is that of this step's gradients. */
+/* Checks invariant 2: each sum and each mark of a used parameter follows from this step's gradients. */
 static void
 check_sums(const model *m)
 {
@@ -386,7 +386,7 @@ check_sums(const model *m)
 
 /* --- the program ----------------------------------------------------------------------------- */
 
-/* Invariant 8: while a rank computes, the others do not read that it waits. Then some time passes. */
+/* Checks invariant 8: other ranks do not see a computing rank as waiting. Then lets some time pass. */
 static void
 compute(const model *m)
 {
@@ -412,7 +412,7 @@ holds_all(const model *m)
     return all;
 }
 
-/* Does what an optimizer step does: this rank's shards change, and gradients begin anew. */
+/* Does what an optimizer step does: changes this rank's shards and clears the gradients. */
 static void
 set_version(model *m, int version)
 {
@@ -433,7 +433,7 @@ set_version(model *m, int version)
         unit->grads.add = false;
         memset(unit->grads.used, 0, PARAMS);
     }
-    /* As autograd's count of writes would, also on a rank without elements. Else samples show the change. */
+    /* Report every second change; samples of the weights show the others, except if a shard is empty. */
     if (m->tree && (version % 2 == 0 || !holds_all(m))) {
         fsdpc_tree_touch(m->tree);
     }
@@ -559,7 +559,7 @@ wire_drop(void *context, void *memory)
     fsdpc_mem_free(set);
 }
 
-/* Sends the buffer from `root` to each other rank; root -1: from each rank to each other one. */
+/* Sends the buffer from `root` to all other ranks; if root is -1, every rank sends to every other rank. */
 static int
 wire_exchange(void *context, void *buffer, size_t bytes, int root, uint32_t tag, const char *what)
 {
@@ -591,7 +591,7 @@ wire_barrier(void *context, const char *what)
     return wire_exchange(context, NULL, 0, -1, 2, what);
 }
 
-/* Never called: a communicator with flights makes its other collectives of flights. */
+/* Never called: the core makes these collectives from wire_post() and wire_land(). */
 static int
 wire_piece(void *context, void *buffer, size_t bytes, const char *what)
 {
@@ -680,7 +680,7 @@ make_tree(model *m)
     return fsdpc_tree_new(m->units, depths, c->units, &options, &m->tree);
 }
 
-/* Called before each model makes its units: by the number of agreements the core tells two models apart. */
+/* Called before each model makes its units: the core tells two models apart by the number of agreements. */
 static int
 agree_all(const model *m)
 {
@@ -727,7 +727,7 @@ child(const model *m, int position)
     return 1 + (position + shift) % (m->c->units - 1);
 }
 
-/* True if the child at place i + 1 runs inside of the one at place i. */
+/* True if the child at position i + 1 runs inside of the child at position i. */
 static bool
 has_inner(const model *m, int i)
 {
@@ -746,7 +746,7 @@ check_end(const model *m)
     }
 }
 
-/* Private memory and overflow slots are for ranks that differ in their order of units, or wait for long. */
+/* Only ranks that run units in different orders, or wait for long, need private memory or overflow slots. */
 static void
 check_memory(const model *m, int u)
 {
@@ -761,7 +761,7 @@ static int
 enter_child(model *m, int u, int (*enter)(fsdpc_tree *, int))
 {
     FSDPC_TRY(enter(m->tree, u));
-    /* Private memory: the rank took it after some time by itself, so nobody had to wake the rank. */
+    /* A rank takes private memory by itself after some time, so no other rank had to wake it. */
     sim_wait_ended(!fsdpc_unit_is_spare(m->units[u]));
     check_memory(m, u);
     check_values(m, u);
@@ -795,7 +795,7 @@ forward(model *m, bool grad, int round)
     const bool rooted = runs(m->c, m->rank, ROOT, m->step, round);
     FSDPC_TRY(fsdpc_tree_begin_forward(m->tree, grad));
     FSDPC_TRY(rooted ? fsdpc_tree_forward_enter(m->tree, ROOT) : FSDPC_OK);
-    /* In all batches of an evaluation or in none: else a rank may have run the twin in none of them. */
+    /* The twin runs in all batches of an evaluation or in none; else a rank might never run the twin. */
     if (m->twin && sim_drawn(m->c, 403, 0, m->step, round / BATCHES) % 4 == 0) {
         FSDPC_TRY(forward(m->twin, false, round % EVALUATION + EVALUATION)); /* a teacher */
     }
@@ -838,7 +838,7 @@ add_grads(const model *m, int u, int round, grads *to)
     }
 }
 
-/* The gradients as autograd leaves them: the sum of all rounds since they were taken last. */
+/* Computes the gradients as autograd leaves them: the sum of all rounds since gradients were last taken. */
 static void
 take_grads(model *m, int u, grads *out)
 {
@@ -952,7 +952,7 @@ check_item(const group *g, const char *what, float got, float expected)
     }
 }
 
-/* What a norm does: one sum over all ranks of the group. */
+/* Sums one value over all ranks of the group, as a norm does. */
 static int
 add_up(const group *g, fsdpc_comm *comm)
 {
@@ -999,7 +999,7 @@ deal(const group *g, fsdpc_comm *comm)
 static int (*const ways[])(const group *, fsdpc_comm *) = {add_up, spread, collect, deal};
 enum { MEETINGS = 2, WAYS = 4 };
 
-/* The number in `ways` of the collective that a meeting after a step makes; -1: it makes none. */
+/* Returns the index in `ways` of the collective that a meeting after a step makes, or -1 if none. */
 static int
 way_of(const sim_case *c, int step, int meeting)
 {
@@ -1031,8 +1031,8 @@ meet(model *m)
 
 static const char AFTER_AN_EVALUATION[] = "after an evaluation";
 
-/* Calls a barrier, for the program's own reason or for another one; or, if the program never collects, an
- * all-gather of as many bytes as the program's collectives. */
+/* Calls a collective that no other rank calls: a barrier with the program's text, or a barrier with another
+ * text. If the program never calls collect(), the collective may be an all-gather of one float. */
 static int
 stray(const model *m)
 {
@@ -1054,7 +1054,7 @@ stray(const model *m)
 
 /* --- training -------------------------------------------------------------------------------- */
 
-/* How many evaluations run before a step. */
+/* Returns how many evaluations run before a step. */
 static int
 evaluations(const sim_case *c, int step)
 {
@@ -1064,7 +1064,7 @@ evaluations(const sim_case *c, int step)
 static int
 event_count(const sim_case *c)
 {
-    int count = 1; /* faults strike before an evaluation, a step, its meetings or the end */
+    int count = 1; /* faults strike before the end, each evaluation, each step and its meetings */
     for (int step = 0; step < c->steps; step++) {
         count += evaluations(c, step) + 2;
     }
@@ -1092,8 +1092,8 @@ event(model *m)
     return FSDPC_OK;
 }
 
-/* The fault SIM_CHANGES: in evaluation `k` all ranks but the victim run one more batch without gradients,
- * although weights change after it. */
+/* True if the fault SIM_CHANGES is in evaluation `k`. The victim then runs one batch less than the others, so
+ * that it changes its weights while the others may still read them. */
 static bool
 changes_early(const model *m, int k)
 {
@@ -1110,8 +1110,8 @@ batches(const model *m, int k)
     return 1 + more + (changes_early(m, k) && m->rank != m->c->victim ? 1 : 0);
 }
 
-/* Weights change afterwards only where all ranks run equally many batches or wait for each other: else ranks
- * with fewer batches would change what others still read. */
+/* True if weights change after evaluation `k`. They may change only where all ranks run equally many batches
+ * or wait for each other: else ranks with fewer batches would change weights that others still read. */
 static bool
 changes_after(const model *m, int k)
 {
@@ -1148,7 +1148,7 @@ evaluate(model *m)
     return FSDPC_OK;
 }
 
-/* The first frozen unit that is to be trained from this step on, or -1. */
+/* Returns the first frozen unit that is to be trained from this step on, or -1 if there is none. */
 static int
 next_thawed(const model *m)
 {

@@ -1,14 +1,14 @@
-/* Fibers, and which of them runs. See sim.h.
+/* Fibers and their scheduler. See sim.h.
  *
- * Each rank is a fiber, and so is each thread that a rank starts. A fiber runs until a point at which the scheduler
- * lets another one run, or until it sleeps. Time is virtual: it passes a little at each point, and when all fibers
- * sleep it jumps to the first that wakes.
+ * Each rank is a fiber, and so is each thread that a rank starts. A fiber runs until a point at which the
+ * scheduler lets another fiber run, or until it sleeps. Time is virtual: a little time passes at each point,
+ * and when all fibers sleep, time jumps to the moment at which the first of them wakes.
  *
- * Two policies: at random (the points between two switches have a mean that the seed draws, and the next fiber is any
- * that can run), and by priorities, of which a few change at random points of the run (after Burckhardt and others,
- * "A randomized scheduler with probabilistic guarantees of finding bugs", 2010): faults that need few, but certain,
- * switches are found more often. With both, ranks are held up at some places of the source, for many points of the
- * others or until no other one can run: what must happen between two lines of one rank happens more often.
+ * The random policy switches to any fiber that can run, after a number of points whose mean the seed draws.
+ * The policy with priorities changes a few priorities at random points (after Burckhardt and others, "A
+ * randomized scheduler with probabilistic guarantees of finding bugs", 2010). This policy often finds
+ * faults that need few switches at certain points. Both policies hold ranks up at some places of the source,
+ * for many points of other ranks or until no other rank can run. So more happens between two lines of a rank.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,15 +27,15 @@ enum {
     NUMBERS = 1 << 20,
     COMPUTE_NS = 60000000,
     BUSY_POINTS = 4000000,
-    BUSY_IN = 1024,    /* points between two looks for a rank that is busy without an end */
-    CALL_NS = 5000000, /* a call that is on its way comes within this time */
-    NAP_IN = 48,       /* one of so many switches is a nap, where there are naps */
-    KNOWN = 4096,      /* places whose hash is kept */
-    HELD_IN = 2,       /* one of so many times a rank is held up at a place where it may be */
-    NAPS_THERE = 4,    /* in cases with naps: one in this many times a rank naps at such a place */
-    MOST_NAPS = 32,    /* the most such naps in a run */
-    LATE = 16,         /* the most stores of a fiber that the others do not see yet */
-    SEEN_IN = 32,      /* at one of so many points the others see the first of these */
+    BUSY_IN = 1024,    /* after so many points, a check finds a rank that never sleeps */
+    CALL_NS = 5000000, /* another rank must write the word of an ended wait within this time */
+    NAP_IN = 48,       /* in cases with naps: one in this many switches is a nap */
+    KNOWN = 4096,      /* how many hashes of places are cached */
+    HELD_IN = 2,       /* where ranks may be held up, one visit in so many holds the rank up */
+    NAPS_THERE = 4,    /* in cases with naps, one visit in so many to such a place is a nap */
+    MOST_NAPS = 32,    /* the most naps at such places in a run */
+    LATE = 16,         /* the most stores of a fiber that other ranks do not see yet */
+    SEEN_IN = 32,      /* at one in this many points, the oldest late store becomes visible */
 };
 
 enum state { FREE, READY, ASLEEP };
@@ -51,18 +51,18 @@ typedef struct fiber {
     enum state state;
     int rank;
     int64_t wake_ns;
-    uint64_t held_until; /* in points; before, it runs only if no other fiber can */
+    uint64_t held_until; /* until the run has so many points, the fiber runs only if no other can */
     uint64_t priority;
     void *sp;
-    uint64_t busy; /* points since it slept */
+    uint64_t busy; /* points since the fiber last slept */
     const char *place;
     int late_count;
     int word_count;
     const void *words[WORDS];
-    const uint32_t *unchanged; /* the last sleep's word, if that timed out; `then`: its value */
+    const uint32_t *unchanged; /* the last sleep's word if it timed out; `then`: the word's value */
     uint32_t then;
     bool polls, woken, main;
-    int number; /* how many fibers this place has had, this one included */
+    int number; /* how many fibers have used this entry of `fibers`, including this one */
     char *stack;
     void *(*function)(void *);
     void *argument;
@@ -71,7 +71,7 @@ typedef struct fiber {
 
 static struct {
     fiber fibers[FIBERS];
-    int used; /* fibers from here on were never used in this run */
+    int used; /* entries of `fibers` from this index on were never used in this run */
     fiber *now;
     void *sp; /* the scheduler's own stack */
     sim_run *run;
@@ -79,18 +79,18 @@ static struct {
     uint64_t random, until, changes_at[CHANGES];
     int change;
     uint64_t lowest; /* a priority below all others */
-    uint64_t points; /* of the rank that has the fault */
+    uint64_t points; /* points of the victim so far; with case.place, its visits to that place */
     int64_t stopped_until[SIM_RANKS], used_ns[SIM_RANKS];
     bool over[SIM_RANKS];
-    int alive, naps; /* naps: at places where ranks are held up */
-    /* The word of a wait that has ended without a call of another rank. */
+    int alive, naps; /* naps: how many naps there were at places where ranks may be held up */
+    /* The word of a wait that has ended although no other rank has written the word yet; else NULL. */
     const uint32_t *quiet;
     int quiet_rank;
     int64_t quiet_until_ns;
 } s;
 
 bool sim_tracing;
-int sim_late_stores; /* how many there are now, of all fibers */
+int sim_late_stores; /* how many late stores there are now, of all fibers */
 
 /* --- switching ------------------------------------------------------------------------------- */
 
@@ -139,7 +139,7 @@ new_fiber(int rank, void *(*function)(void *), void *argument)
 {
     fiber *made = NULL;
     for (int i = 0; i < FIBERS && !made; i++) {
-        /* The fiber that has ended last may still be on its stack. */
+        /* The fiber that ended last (s.now) may still run on its stack. */
         made = s.fibers[i].state == FREE && &s.fibers[i] != s.now ? &s.fibers[i] : NULL;
     }
     if (!made) {
@@ -351,7 +351,7 @@ strike(void)
     }
 }
 
-/* Hashes the text, not the address: each copy of the core has its own strings. Hashes are kept by address. */
+/* Hashes the text, not the address: each core has its own strings. A cache finds the hash by the address. */
 static uint64_t
 hash_of(const char *place)
 {
@@ -423,7 +423,7 @@ sim_wait_ended(bool called)
     s.now->unchanged = NULL;
 }
 
-/* More points than a rank makes between two sleeps, also when it spins while another rank naps. */
+/* Returns more points than a rank makes between two sleeps, even if it spins while another rank naps. */
 static uint64_t
 most_busy(const sim_case *c)
 {
@@ -477,12 +477,12 @@ sim_wrote(const char *place, const void *at)
 void
 sim_yield(void)
 {
-    /* While ranks spin for one that is stopped, time passes faster: a thousand yields take a deadline. */
+    /* Time passes faster while ranks spin for a stopped rank: a thousand yields take a whole deadline. */
     const bool stopped = s.stopped_until[s.run->c->victim] > s.now_ns;
     s.now_ns += stopped ? (int64_t)(s.run->c->timeout_s * 1e6) : 0;
     sim_point("sched_yield");
     for (int i = 0; i < s.used; i++) {
-        s.fibers[i].held_until = 0; /* one of them may be what this rank spins for */
+        s.fibers[i].held_until = 0; /* this rank may spin until one of these fibers acts */
     }
     s.now->priority = s.lowest--;
     to_scheduler();
@@ -522,8 +522,8 @@ all_joined(const sim_run *run)
     return joined;
 }
 
-/* Where no rank is late, a futex's sleep ends before its time: else a wake-up was lost. With replicas judged
- * only once all have joined: a rank may sleep in one group while others still connect in another. */
+/* A futex sleep that times out, although no rank is late, shows a lost wake-up. With replicas, sleeps are
+ * judged once all ranks have joined: a rank may sleep in one group while others still connect in another. */
 bool
 sim_sleep_on(void *const *words, int count, int64_t until_ns)
 {
@@ -536,7 +536,7 @@ sim_sleep_on(void *const *words, int count, int64_t until_ns)
     const bool on_word = until_ns != SIM_NEVER;
     self->then = on_word ? __atomic_load_n((uint32_t *)words[0], __ATOMIC_SEQ_CST) : 0;
     const bool woken = sleep_until(until_ns);
-    /* While many ranks are busy, a slice of a sleep may pass without a fault. */
+    /* While many ranks are busy, a slice of a sleep may time out although no wake-up was lost. */
     const bool idle = (int64_t)s.run->points * POINT_NS - from_busy_ns < (s.now_ns - from_ns) / 2;
     const bool judged = met && !woken && idle && c->fault == SIM_NO_FAULT && !c->naps;
     self->unchanged = judged && on_word ? words[0] : NULL;
@@ -601,7 +601,7 @@ void
 sim_join_thread(int thread)
 {
     fiber *other = &s.fibers[thread % FIBERS];
-    const int number = thread / FIBERS; /* the place may have another fiber by now */
+    const int number = thread / FIBERS; /* the entry may have another fiber by now */
     if (number == 0) {
         sim_violation("rank %d waits for a thread that it has not started", sim_rank());
     }
@@ -648,7 +648,7 @@ can_run(fiber *each)
     return each->state == READY;
 }
 
-/* The next fiber among those that can run and are held up (`held`) or are not; NULL: there is none. */
+/* Returns the next fiber that can run, among held-up fibers (`held`) or the others; NULL if there is none. */
 static fiber *
 choose_among(bool held)
 {
@@ -689,7 +689,7 @@ is_unseen(void)
     return joined && all_joined(run) && run->idle_ns > UNSEEN_NS + run->napped_ns;
 }
 
-/* Moves the time to the first moment at which a fiber can run; false: there is none. */
+/* Moves the time to the first moment at which a fiber can run. Returns false if there is none. */
 static bool
 jump(void)
 {
@@ -715,7 +715,7 @@ jump(void)
     return true;
 }
 
-/* True if all ranks are over; those that are stopped for good do not count. */
+/* True if all ranks have ended, except those that are stopped for good. */
 static bool
 all_over(void)
 {
@@ -772,12 +772,12 @@ begin_run(sim_run *run)
     }
 }
 
-/* Far more points than runs take that end: 16 ranks that wait for one that pauses make 28 million. */
+/* Returns far more points than a run needs to end. (16 ranks that wait for a paused rank make 28 million.) */
 static uint64_t
 most_points(const sim_case *c)
 {
     const uint64_t world = (uint64_t)c->world;
-    const uint64_t slices = c->without_waitv ? 2 : 1; /* sleeps are half as long */
+    const uint64_t slices = c->without_waitv ? 2 : 1; /* without waitv, sleeps are half as long */
     const uint64_t models = c->twins ? 2 : 1;
     return 60000000 * slices * models + (world > 16 ? 100000 : 5000) * world * world +
            (uint64_t)(s.run->napped_ns / POINT_NS);

@@ -1,11 +1,11 @@
-/* What the parts of the simulated cluster share. See README.md.
+/* Declarations that the files of the simulated cluster share. See README.md.
  *
- *   main.c      seeds to cases, runs, judgement, the command line
- *   schedule.c  fibers, who runs next, virtual time, death and stop
- *   world.c     the calls by which the core meets the world: memory, files, threads, clocks, futexes
- *   sockets.c   the calls of the rendezvous: sockets, descriptors in messages, poll
+ *   main.c      makes cases from seeds, runs and judges them; the command line
+ *   schedule.c  fibers and their scheduler, virtual time, death and stop of a rank
+ *   world.c     replaces the core's calls to libc and the kernel: memory, files, threads, clocks, futexes
+ *   sockets.c   replaces the calls of the rendezvous: sockets, descriptors in messages, poll
  *   wire.c      messages between ranks that share no memory
- *   program.c   what each rank does, and the model that its values must equal; linked into the core's copies
+ *   program.c   the program of each rank, and the model of its values; linked into each copy of the core
  */
 #ifndef FSDPC_SIMCLUSTER_SIM_H
 #define FSDPC_SIMCLUSTER_SIM_H
@@ -29,40 +29,40 @@ enum sim_fault {
     SIM_NO_FAULT,
     SIM_DIES,
     SIM_STOPS,  /* for good */
-    SIM_PAUSES, /* for half of the deadline */
+    SIM_PAUSES, /* stops for half of the deadline */
     SIM_RAISES,
     SIM_LEAVES, /* ends in good order before the others */
     SIM_NO_MEMORY,
-    SIM_CHANGES, /* changes weights after fewer batches than the others: right values, or errors */
-    SIM_STRAYS,  /* calls a collective, skips a unit or an unfreezing unlike the others */
+    SIM_CHANGES, /* changes weights after fewer batches than the others; no wrong value may be read */
+    SIM_STRAYS,  /* calls a collective that no other rank calls, or skips a unit or an unfreezing */
     SIM_REFUSED, /* the system refuses memory, a thread or a descriptor, once */
     SIM_FAULTS
 };
 
-/* A case; it follows from the seed and the options of the command line alone. */
+/* A case. It depends only on the seed and on the options of the command line. */
 typedef struct sim_case {
     uint64_t seed;
     int world, units, steps;
-    bool wire;    /* ranks are on hosts with a wire between them; a host has one rank, */
-    bool hosts;   /* or, on some hosts, several that share memory */
-    bool trusts;  /* messages do not say which unit they are of */
+    bool wire;    /* ranks are on several hosts, with a wire between the hosts */
+    bool hosts;   /* some hosts have several ranks, which share memory */
+    bool trusts;  /* messages do not name their unit: ranks trust that all use the same order */
     int replicas; /* number of shard groups, in each of which ranks share memory; 0: no replicas */
-    bool near;    /* replicas share memory, too, else a wire is between them */
+    bool near;    /* replicas share memory with each other; else a wire is between them */
     int host_of[SIM_RANKS];
     /* The program. */
-    int rounds; /* backwards of a step, all but the last under no_sync */
+    int rounds; /* backwards in a step; all but the last run under no_sync */
     bool own_order, skips, evaluates, uneven, poison, wide;
-    bool nested;   /* every second child runs inside of the one before */
+    bool nested;   /* every second child runs inside of the child before it */
     bool rootless; /* no rank runs the root's unit */
     bool late;     /* units get more gradients after they have been reduced */
-    bool idle;     /* in some batches of evaluations ranks run nothing */
+    bool idle;     /* in some batches of an evaluation, ranks run no unit */
     bool meets;    /* ranks meet in a barrier after each evaluation */
     bool
-        joins; /* that barrier makes the numbers of their passes equal, so weights may change after it */
-    bool swaps;    /* every second change puts the weights back */
-    bool parts;    /* each rank ends by itself after the last backward */
+        joins; /* the barrier of `meets` makes pass counts equal, so weights may change after that barrier */
+    bool swaps;    /* every second change of the weights restores the old weights */
+    bool parts;    /* each rank ends without a barrier after the last backward */
     bool thaws;    /* units are frozen until some step */
-    bool twins;    /* two models of one group take turns, and one runs inside of the other */
+    bool twins;    /* two models train in turns; the second may also run inside of the first */
     bool computes; /* ranks compute for some time, in modules and after passes */
     bool in_step;  /* all ranks run the same units in the same order; none naps or computes */
     int backward_prefetch, gather_slots, reduce_slots;
@@ -71,33 +71,33 @@ typedef struct sim_case {
     int cores;
     bool without_waitv, without_pidfd;
     double timeout_s;
-    /* The schedule: by priorities, or at random with `mean` points between two switches on average; naps. */
+    /* The schedule goes by priorities, or is random with `mean` points on average between two switches. */
     bool priorities;
     int changes; /* how many times priorities change */
     int mean;
     bool naps, spurious;
-    bool lingers; /* ranks that are about to sleep are late */
+    bool lingers; /* ranks are sometimes delayed just before they sleep */
     bool weak;    /* stores that are not sequentially consistent are seen late */
-    /* With `holds`, ranks are held up at places where some bits of the place's hash equal `hold`. */
+    /* With `holds`, ranks are held up at each place whose hash has the value `hold` in `hold_bits` bits. */
     bool holds;
     int hold_bits;
     uint64_t hold;
-    /* What goes wrong, with which rank, at which of its points (or allocations, or steps). */
+    /* The fault, the rank that has it, and the point (or allocation, or step) at which the fault strikes. */
     enum sim_fault fault;
     int victim;
     bool vanishes; /* all ranks of the victim's host stop with it */
     uint64_t at;
-    int place; /* not 0: the fault strikes at a place with this hash, however rarely reached */
+    int place; /* not 0: the fault strikes at a place of this hash, and `at` counts visits to it */
 } sim_case;
 
 typedef struct sim_outcome {
-    bool finished, died, joined; /* joined: is a member of the group */
+    bool finished, died, joined; /* joined: the rank is a member of the group */
     int status;
     char text[SIM_TEXT_BYTES];
     int64_t end_ns;
-    int64_t idle_ns; /* sim_run's idle_ns at the end of this rank */
-    int64_t live;    /* blocks that the core still counts */
-    int done;        /* passes, backwards and meetings that this rank has come through */
+    int64_t idle_ns; /* the value of sim_run.idle_ns when this rank ended */
+    int64_t live;    /* how many blocks the core counts as allocated at the end */
+    int done;        /* how many passes, backwards and meetings this rank has done */
 } sim_outcome;
 
 /* --- random numbers -------------------------------------------------------------------------- */
@@ -117,7 +117,7 @@ sim_random(uint64_t *state)
     return sim_mix(*state);
 }
 
-/* The same number for the same case and arguments, on every rank. */
+/* Returns the same number on every rank for the same case and arguments. */
 static inline uint64_t
 sim_drawn(const sim_case *c, int a, int b, int d, int e)
 {
@@ -125,7 +125,7 @@ sim_drawn(const sim_case *c, int a, int b, int d, int e)
                    (uint64_t)e * 101 + 1);
 }
 
-/* The rank dies or stops as the fault says. */
+/* True if the fault makes this rank die, stop or pause. */
 static inline bool
 sim_is_lost(const sim_case *c, int rank)
 {
@@ -135,7 +135,7 @@ sim_is_lost(const sim_case *c, int rank)
 
 /* --- schedule.c ------------------------------------------------------------------------------ */
 
-/* A point at which another fiber may run. `place` says where, for the trace. */
+/* A point at which another fiber may run. `place` names the point for the trace and for faults. */
 void sim_point(const char *place);
 /* The rank of the fiber that runs. */
 int sim_rank(void);
@@ -144,10 +144,10 @@ int64_t sim_used_ns(int rank);
 uint64_t sim_draw(void);
 /* Puts the fiber that runs to sleep until it is woken (true) or until `until_ns` (false). */
 bool sim_sleep(int64_t until_ns, const char *place);
-/* The same; sim_wake() of any of these words wakes the fiber. */
+/* Like sim_sleep(), but sim_wake() of any of these words wakes the fiber. */
 bool sim_sleep_on(void *const *words, int count, int64_t until_ns);
 int sim_wake(const void *word, int count);
-/* Wakes each fiber in sim_sleep_in_poll(), so that it looks again. */
+/* Wakes each fiber that sleeps in sim_sleep_in_poll(), so that the fiber checks its condition again. */
 void sim_wake_polls(void);
 bool sim_sleep_in_poll(int64_t until_ns);
 int sim_start_thread(void *(*function)(void *), void *argument);
@@ -155,14 +155,14 @@ void sim_join_thread(int thread);
 void sim_yield(void);
 bool sim_is_over(int rank); /* dead or finished */
 void sim_kill(int rank);
-/* Some time passes in the program, where the case says so. */
+/* Lets some time pass in the program, if the case has `computes`. */
 void sim_compute(void);
-/* A wait has ended; `called`: by what another rank did. Then it is a violation if its last sleep timed out
- * and no other rank writes the word soon after: the wait ended by chance, its wake-up was lost. */
+/* Notes that a wait has ended. `called`: another rank must have ended the wait. If the last sleep
+ * still timed out, and no other rank writes the word soon after, a wake-up was lost: a violation. */
 void sim_wait_ended(bool called);
-/* Shows the others the late stores of the fiber that runs, in their order. */
+/* Makes the late stores of the running fiber visible to the others, in the order of the stores. */
 void sim_flush(void);
-/* A run, for sim_schedule(); false: the run did not end. `main_of` runs on a fiber for each rank. */
+/* A run for sim_schedule(), which returns false if the run did not end. `main_of` runs once per rank. */
 typedef struct sim_run {
     const sim_case *c;
     void (*main_of)(int rank, const sim_case *c, sim_outcome *out);
@@ -170,9 +170,9 @@ typedef struct sim_run {
     /* Results. */
     uint64_t points, switches;
     int64_t end_ns, fault_ns, napped_ns;
-    int64_t idle_ns;       /* time since the fault in which all ranks slept */
-    bool struck;           /* the fault has happened, */
-    const char *struck_at; /* at this place */
+    int64_t idle_ns;       /* for how long all ranks slept at once since the fault struck */
+    bool struck;           /* the fault has happened */
+    const char *struck_at; /* the place of the fault */
     int threads_left[SIM_RANKS];
     char stuck[256]; /* where ranks were when the run did not end */
 } sim_run;
@@ -181,24 +181,24 @@ bool sim_schedule(sim_run *run);
 /* --- world.c, sockets.c ---------------------------------------------------------------------- */
 
 void sim_world_begin(const sim_case *c);
-/* What a rank has left behind, as text; "" if nothing. Frees it. */
+/* Frees what a rank has left behind. Returns a text about it; "" if nothing was left or if `expected`. */
 const char *sim_world_leftovers(int rank, bool expected);
 void sim_world_end(void);
 void sim_descriptors_begin(void);
 int sim_descriptors_of(int rank);
-/* True, with `errnum` in errno, for the one call that the case refuses. `needed`: the rank needs the call. */
+/* True, with `errnum` in errno, for the one call that the case refuses. `needed`: the rank needs it. */
 bool sim_refuse(int errnum, bool needed);
 /* The errno of the refused call; 0: none was refused. */
 int sim_refused(void);
 bool sim_refused_need(void);
-/* The running rank begins to close: from here on it needs no call. */
+/* Notes that the running rank begins to close: from now on, the rank can do without a refused call. */
 void sim_note_close(void);
 void sim_descriptors_close(int rank);
 const sim_case *sim_case_now(void);
 
 struct sim_file {
     int real_fd;
-    char *base; /* where all ranks see the file, but for mappings at addresses of their own */
+    char *base; /* the file's address on all ranks that leave the address to the kernel */
     uint64_t bytes;
     bool used;
 };
@@ -212,23 +212,23 @@ enum sim_way {
     SIM_ON_ITS_WAY,
     SIM_OVER,
     SIM_CLOSED
-}; /* closed: the other rank has ended or died */
+}; /* SIM_CLOSED: the other rank has ended or died */
 void sim_wire_begin(const sim_case *c);
 void sim_wire_end(void);
-/* Lets messages leave and come whose time has come. sim_wire_due_ns: when the next one is due. */
+/* Sends and delivers the messages that are due. sim_wire_due_ns: when the next message is due. */
 void sim_wire_advance(void);
 extern int64_t sim_wire_due_ns;
 /* Posts a send to `peer`, or a receive from it, for the rank that runs. */
 sim_transfer *sim_wire_post(int peer, bool send, uint32_t tag, void *memory, size_t bytes);
-/* How a transfer stands. *until_ns: when to look again at the latest. */
+/* Returns the state of a transfer. *until_ns: the time at which the caller must look again at the latest. */
 enum sim_way sim_wire_look(sim_transfer *transfer, int64_t *until_ns);
-/* forget: the transfer is over; skip: nobody waits for it; drop: it is given up, but may still be matched. */
+/* Transfers: forget one that is over; skip one that nobody awaits; drop one that may still match. */
 void sim_wire_forget(sim_transfer *transfer);
 void sim_wire_skip(sim_transfer *transfer);
 void sim_wire_drop(sim_transfer *transfer);
-bool sim_wire_has_dropped(int rank); /* memory stays then */
-void sim_wire_cut(void);             /* nothing that was posted writes to memory any more */
-/* Why a rank gave up, which others read where its connections are closed; NULL: it did not say. */
+bool sim_wire_has_dropped(int rank); /* the rank's memory is not freed then */
+void sim_wire_cut(void);             /* this rank's posted receives write no memory any more */
+/* The reason why a rank gave up, for ranks that find its connections closed; NULL if the rank gave none. */
 void sim_wire_give_reason(int rank, const char *text);
 const char *sim_wire_reason(int rank);
 void sim_wire_close(int rank);
@@ -237,7 +237,7 @@ void sim_wire_close(int rank);
 
 extern bool sim_tracing;
 void sim_say(const char *format, ...) __attribute__((format(printf, 1, 2)));
-/* The first one of a run is kept, and ends it. */
+/* Reports a violation. The first violation of a run is kept and ends the run. */
 void sim_violation(const char *format, ...) __attribute__((format(printf, 1, 2)));
 bool sim_violated(void);
 void sim_note_fault(void);

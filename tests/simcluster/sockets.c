@@ -1,7 +1,7 @@
 /* Descriptors, sockets in the abstract name space with descriptors in their messages, and poll.
  *
- * An object is behind one or more descriptors, as in the kernel; a descriptor belongs to a rank. A message arrives at
- * once, whole, in order. A socket whose other end has been closed gives the messages that are left, then the end.
+ * As in the kernel, descriptors of one or more ranks may refer to an object. Messages arrive at
+ * once, whole, in order. A socket whose other end is closed gives the remaining messages, then EOF.
  */
 #include <errno.h>
 #include <poll.h>
@@ -16,7 +16,7 @@
 #include "sim.h"
 
 enum {
-    FIRST = 1 << 16, /* above all real descriptors */
+    FIRST = 1 << 16, /* the first simulated descriptor: above all real ones */
     DESCRIPTORS = 16384,
     OBJECTS = 2048,
     PENDING = 128,
@@ -29,7 +29,7 @@ enum kind { NONE, MEMORY, PROCESS, EVENT, LISTENER, SOCKET };
 
 typedef struct message {
     size_t bytes;
-    int passed[PASSED]; /* the objects whose descriptors it carries */
+    int passed[PASSED]; /* the objects whose descriptors the message carries */
     int count;
     struct message *next;
     char data[];
@@ -44,7 +44,7 @@ typedef struct object {
     char name[sizeof(struct sockaddr_un)];
     int name_bytes;
     int pending[PENDING], waiting;
-    int peer; /* -1: the other end is closed */
+    int peer; /* the object at the other end; -1: that end is closed */
     message *first, **last;
     int queued;
 } object;
@@ -386,7 +386,7 @@ __wrap_recvmsg(int fd, struct msghdr *packet, int flags)
         got->bytes < packet->msg_iov[0].iov_len ? got->bytes : packet->msg_iov[0].iov_len;
     memcpy(packet->msg_iov[0].iov_base, got->data, bytes);
     struct cmsghdr *header = CMSG_FIRSTHDR(packet);
-    /* Where a process may open no more, descriptors in a message are lost. */
+    /* If a process may open no more descriptors, the descriptors in a message are lost. */
     const bool lost = got->count > 0 && sim_refuse(EMFILE, false);
     packet->msg_flags = lost ? MSG_CTRUNC : 0;
     for (int i = 0; i < got->count && !lost; i++) {
@@ -428,7 +428,7 @@ ready(const object *each, short events)
     default:
         return POLLNVAL;
     }
-    /* As man 2 select says: a socket may be reported as ready where a read then would block. */
+    /* As select(2) warns, a socket may be reported as ready although a read would block. */
     in = in || (each->kind == SOCKET && sim_case_now()->spurious && sim_draw() % SPURIOUS_IN == 0);
     return (short)((in ? events & POLLIN : 0) | (ended ? (events & POLLRDHUP) | POLLHUP : 0));
 }

@@ -1,9 +1,9 @@
-/* Messages between ranks that share no memory, as a library of sends and receives has them. See sim.h.
+/* Messages between ranks that share no memory, with the rules of a library of sends and receives. See sim.h.
  *
- * A send and a receive match by their tag and, among equal tags of two ranks, in the order of posting. Messages of
- * different tags overtake each other. What is sent is read when the message leaves, at a time that the seed draws: a
- * sender that changes the memory before its transfer has ended sends something else. It is written when the message
- * comes, whether anybody waits for it or not. Of a rank that dies, what has not left is lost.
+ * A send matches a receive by tag and, among equal tags of two ranks, in the order of posting; messages of
+ * different tags overtake each other. A message takes the sender's bytes when it leaves, at a time that the
+ * seed draws: a sender that changes its bytes earlier sends the changed bytes. A message is written when it
+ * arrives, even if no rank waits for it. When a rank dies, its messages that have not left are lost.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,10 +14,10 @@
 enum { LEAVES_NS = 20000, SLOWEST_BITS = 9 };
 
 struct sim_transfer {
-    struct sim_transfer *next; /* in the list of the two ranks and the direction */
+    struct sim_transfer *next; /* in the list w.first[send][from][to] */
     struct sim_transfer *other;
     struct sim_transfer *next_send;
-    bool send, over, dropped, cut; /* cut: nothing comes any more */
+    bool send, over, dropped, cut; /* cut: this receive writes no memory any more */
     uint32_t tag;
     void *memory;
     size_t bytes;
@@ -30,7 +30,7 @@ static struct {
     sim_transfer *first[2][SIM_RANKS][SIM_RANKS]; /* [send][from][to] */
     char *reasons[SIM_RANKS];
     bool closed[SIM_RANKS], dropped[SIM_RANKS];
-    sim_transfer *sends; /* those of all ranks, until they are freed */
+    sim_transfer *sends; /* the sends of all ranks that are not freed yet */
     int64_t trip_ns;     /* longest trip of a message */
 } w;
 
@@ -81,7 +81,7 @@ sim_wire_end(void)
     }
 }
 
-/* The first transfer of the other direction and the same tag that has no match yet. */
+/* Returns the first unmatched transfer in the other direction with the same tag, or NULL. */
 static sim_transfer *
 match(const sim_transfer *self)
 {
@@ -131,7 +131,7 @@ sim_wire_post(int peer, bool send, uint32_t tag, void *memory, size_t bytes)
     return made;
 }
 
-/* The message leaves: its sender may use the memory again. */
+/* Copies the bytes of a message that leaves; its sender may then use the memory again. */
 static void
 leave(sim_transfer *send)
 {
@@ -156,7 +156,7 @@ come(sim_transfer *send)
     taker->other = send->other = NULL;
 }
 
-/* Lets messages leave and come whose time has come. */
+/* Sends and delivers the messages that are due. */
 void
 sim_wire_advance(void)
 {
@@ -198,13 +198,13 @@ sim_wire_forget(sim_transfer *self)
 {
     if (self->send && !self->over) {
         leave(self);
-        self->dropped = true; /* until the other rank takes what is sent */
+        self->dropped = true; /* freed once the other rank has taken the message */
         return;
     }
     free_transfer(self);
 }
 
-/* A receive stays, as its message may still come; a send leaves now, as its receiver may wait for it. */
+/* A dropped receive stays, as its message may still come; a dropped send leaves now for its receiver. */
 void
 sim_wire_drop(sim_transfer *self)
 {
@@ -220,7 +220,7 @@ sim_wire_has_dropped(int rank)
     return w.dropped[rank];
 }
 
-/* What is sent cannot be called back: a later message must not come in its place. */
+/* A posted send cannot be called back: a later message would be received in its place. */
 void
 sim_wire_skip(sim_transfer *self)
 {
@@ -250,7 +250,7 @@ sim_wire_reason(int rank)
     return w.reasons[rank];
 }
 
-/* Loses a message and those of its tag behind it: messages of one tag come in the order of posting. */
+/* Loses a message and later ones of its tag, because messages of one tag arrive in the order of posting. */
 static void
 lose(sim_transfer *send)
 {
@@ -278,7 +278,7 @@ sim_wire_close(int rank)
 {
     w.closed[rank] = true;
     for (int other = 0; other < SIM_RANKS; other++) {
-        while (w.first[0][other][rank]) { /* the rank's receives: nobody waits for them */
+        while (w.first[0][other][rank]) { /* nobody waits for this rank's receives */
             free_transfer(w.first[0][other][rank]);
         }
         for (sim_transfer *lost; (lost = first_lost(rank, other)) != NULL;) {

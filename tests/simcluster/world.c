@@ -1,8 +1,8 @@
-/* The calls by which the core meets the world, for the fiber that runs: memory, files, threads, clocks, futexes.
+/* Simulated calls to libc and the kernel, for the fiber that runs: memory, files, threads, clocks, futexes.
  *
- * The linker turns each call of NAME in the core into one of __wrap_NAME (world.list). Descriptors and processes are
- * the simulation's own numbers. Shared files are real ones, emptied after each run; where a rank leaves the address to
- * the kernel, all ranks see a file at one address, so that a futex is known by its address.
+ * The linker turns each call to NAME in the core into a call to __wrap_NAME (world.list). Descriptors and
+ * process ids are numbers of the simulation. Shared files are real files, emptied after each run. If a rank
+ * leaves the address of a file to the kernel, all ranks get the same address. It identifies a futex.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -55,11 +55,11 @@ typedef struct mapping {
 } mapping;
 
 static struct {
-    block *blocks[SIM_RANKS + 1]; /* the last list: blocks made outside of a run */
+    block *blocks[SIM_RANKS + 1]; /* the last list: blocks that were made outside of a run */
     mapping mappings[SIM_RANKS + 1][MAPPINGS];
     int mapped[SIM_RANKS + 1];
     struct sim_file files[FILES];
-    uint64_t asked; /* calls of the victim that may be refused */
+    uint64_t asked; /* how many calls that may be refused the victim has made */
     int refused;
     bool need, closing[SIM_RANKS];
 } w;
@@ -250,7 +250,7 @@ __wrap_mmap(void *address, size_t bytes, int access, int flags, int fd, off_t of
 {
     struct sim_file *file = fd >= 0 ? sim_file_of(fd) : NULL;
     sim_point("mmap");
-    if (sim_refuse(ENOMEM, access != PROT_NONE)) { /* PROT_NONE: for an alignment only */
+    if (sim_refuse(ENOMEM, access != PROT_NONE)) { /* PROT_NONE memory only aligns: not needed */
         return MAP_FAILED;
     }
     if (file && (size_t)offset + bytes > SEEN_BYTES) {

@@ -1,4 +1,4 @@
-/* For tests on the simulated GPU: a started device, a kernel or two, and checks of driver calls. */
+/* Helpers of tests on the simulated GPU: a started device, simple kernels, and checks of driver calls. */
 #ifndef SIMGPU_GPU_H
 #define SIMGPU_GPU_H
 
@@ -6,8 +6,9 @@
 #include "driver/simgpu.h"
 #include "test.h"
 
-/* What a rank happens to have seen as done, because another rank was quick, orders its work as a wait would:
- * so a fault that hides in one run is looked for in many, as other programs may disturb some. */
+/* If another rank is quick, a rank may see work as done by chance. What a rank sees as done comes before the
+ * rank's own later work, as after a wait. So a run can hide a planted fault, and each planted fault is looked
+ * for in many runs. */
 enum { FAULT_RUNS = 20 };
 
 #define CHECK_CU(call, expected)                                        \
@@ -74,7 +75,7 @@ gpu_function(const char *name)
     return function;
 }
 
-/* A fresh simulator with a current context. */
+/* Starts a fresh simulator with a current context. */
 __attribute__((unused)) static void
 gpu_start(void)
 {
@@ -171,7 +172,7 @@ expect_no_reports(void)
     }
 }
 
-/* Checks that since `before` nothing was made and the host waited for nothing. */
+/* Checks that since `before` nothing was allocated or created, and that the host did not wait. */
 __attribute__((unused)) static void
 expect_nothing_made(const simgpu_counters *before)
 {

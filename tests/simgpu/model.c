@@ -18,7 +18,7 @@ typedef struct model {
     int slot_of[MODEL_UNITS];
     float *shards, *grads, *acts, *local; /* plain device memory */
     float *pinned, *pinned_weights;
-    bool kept[MODEL_UNITS]; /* the unit is gathered and not released since */
+    bool kept[MODEL_UNITS]; /* the unit has been gathered, and not released since then */
 } model;
 
 static bool
@@ -38,7 +38,7 @@ keep(model *m, CUresult result, const char *call)
 }
 
 #define CALL(call) keep(m, call, #call)
-/* A call that a fault at `site` skips: the simulated driver leaves it out. */
+/* Makes a call that the simulated driver skips if a fault is planted at `site`. */
 #define CALL_AT(site, entry, call)                             \
     do {                                                       \
         if (at(m, site)) {                                     \
@@ -161,7 +161,7 @@ begin(model *m)
 
 /* --- one step ---------------------------------------------------------------------------------------- */
 
-/* Makes the unit's values readable: casts the own part into place, then runs the collective. */
+/* Makes the unit's values readable: casts this rank's shard into place, then runs the collective. */
 static void
 gather(model *m, int unit)
 {
@@ -182,7 +182,7 @@ gather(model *m, int unit)
         CALL(cuStreamWaitEvent(m->compute, m->gathered[unit], 0));
     }
     axpb(m, m->gather, full(m, unit), m->shards + unit * MODEL_FLOATS, 1, 0);
-    axpb(m, m->gather, full(m, unit), full(m, unit), 1, 0.5f); /* for the other ranks' parts */
+    axpb(m, m->gather, full(m, unit), full(m, unit), 1, 0.5f); /* stands for other ranks' shards */
     if (at(m, SITE_FREED_IN_STEP)) {
         CALL(cuMemUnmap(m->ranges[unit], MODEL_GRANULE));
     }
@@ -201,7 +201,7 @@ release(model *m, int unit)
     m->kept[unit] = false;
 }
 
-/* Gives spare memory to a range that must live beside another range of its slot. */
+/* Gives spare memory to a range that is used at the same time as another range of its slot. */
 static void
 remap(model *m, int unit)
 {
@@ -224,7 +224,7 @@ forward(model *m)
             CALL(cuEventRecord(m->released[m->slot_of[unit]], m->compute));
         }
         accumulate(m, m->compute, out, full(m, unit), 1);
-        if (unit + 1 < MODEL_UNITS) { /* backward begins with the last unit: it stays */
+        if (unit + 1 < MODEL_UNITS) { /* the last unit stays gathered, as backward begins with it */
             bool early = at(m, SITE_RELEASED_TOO_EARLY);
             m->kept[unit] = false;
             if (!early) {
@@ -244,7 +244,7 @@ reduce(model *m, int unit)
     axpb(m, m->compute, sum, m->local, 0.5f, 0);
     CALL_AT(SITE_RECORD_PACKED, cuEventRecord, (m->packed[slot], m->compute));
     CALL_AT(SITE_REDUCE_WAITS_FOR_PACK, cuStreamWaitEvent, (m->reduce, m->packed[slot], 0));
-    axpb(m, m->reduce, sum, sum, 1, 0.125f); /* for the other ranks' parts */
+    axpb(m, m->reduce, sum, sum, 1, 0.125f); /* stands for other ranks' gradients */
     accumulate(m, m->reduce, m->grads + unit * MODEL_FLOATS, sum, 1);
     CALL_AT(SITE_RECORD_REDUCED, cuEventRecord, (m->reduced[slot], m->reduce));
 }
@@ -286,7 +286,8 @@ send_loss(model *m)
     CALL(cuEventRecord(m->lost[m->step], m->compute));
 }
 
-/* Reads the loss of the step before, so that the host runs ahead. Waits by queries, as the real code does. */
+/* Reads the loss of `step`, which is the step before the current step, so that the host can run ahead. The
+ * host waits by queries, as in the real code. */
 static float
 read_loss(model *m, int step)
 {

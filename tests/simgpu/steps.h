@@ -24,23 +24,25 @@ typedef struct model {
     fsdpc_tree *tree;
     engine_grads grads[UNITS];
     int64_t wrong;
-    bool quiet;    /* differences are counted, not failed: a fault is planted */
-    bool all_used; /* every parameter gets a gradient */
-    bool strided;  /* only every second element of the memory is the gradient's */
+    bool quiet;    /* true: wrong elements are counted in `wrong` and do not fail the test */
+    bool all_used; /* true: every parameter gets a gradient */
+    bool strided;  /* true: a gradient's elements are two elements apart in memory */
     bool trust_order, no_prefetch, poison, offload;
-    int unwanted;      /* a unit whose values no backward uses; 0: none */
-    int micro_batches; /* passes without communication before each synchronised one */
-    bool twice;        /* a second gradient for unit 1 in each backward */
+    int unwanted;      /* index of a unit whose values no backward uses; 0: no such unit */
+    int micro_batches; /* number of passes without communication before each pass that communicates */
+    bool twice;        /* true: unit 1 gets a second gradient in each backward */
     int replicas, replica;
     fsdpc_comm *replicate;
     const int *kinds;
     ranks_run *run;
-    int rank_of_run; /* the rank in the run; `rank` is that among the shards */
+    int rank_of_run; /* this rank's number in the run; `rank` is its number in the shard group */
 } model;
 
 /* --- a model on one rank ------------------------------------------------------------------------- */
 
-/* The first ids are for groups of shards, the next for those of replicas. `alone`: a group of one rank. */
+/* Opens a communicator and its twin with ids[first_id] and ids[first_id + 1] (waits.h). With `alone`, opens a
+ * communicator of one rank instead. The shard groups take the first ids, and the groups of replicas take the
+ * ids after them. */
 __attribute__((unused)) static fsdpc_comm *
 open_comm(const model *m, int rank, int world, int first_id, bool alone)
 {
@@ -68,7 +70,8 @@ open_unit(const model *m, int u)
     return unit;
 }
 
-/* With `on`, units that are opened from now on have segments that travel coded, both ways. */
+/* Sets whether units that are opened from now on have segments that are quantized in gathers and
+ * reductions. */
 __attribute__((unused)) static void
 set_codecs(bool on)
 {
@@ -100,7 +103,7 @@ label(model *m, int u)
     simgpu_label(unit->range.address, unit->range.bytes, text);
 }
 
-/* Opens the units and makes the tree; other fields of the model stay. */
+/* Opens the units and makes the tree. Does not change the other fields of the model. */
 __attribute__((unused)) static void
 open_tree(model *m)
 {
@@ -165,7 +168,7 @@ note_wrong(model *m, int64_t wrong, const char *what, int u, int step)
     }
 }
 
-/* The optimizer's step, as torch's operator on the compute stream. */
+/* Does the optimizer's step, as a torch operator on the compute stream. */
 __attribute__((unused)) static void
 set_masters(model *m, int step)
 {
@@ -186,7 +189,7 @@ use(model *m, int u, int step)
     note_wrong(m, engine_count_wrong(unit, u, step), "values", u, step);
 }
 
-/* Spreads gradients: the same numbers with room between them. */
+/* Moves the gradients to memory in which the elements of a gradient are two elements apart. */
 __attribute__((unused)) static void
 spread_grads(const fsdpc_unit *unit, engine_grads *grads)
 {
@@ -212,7 +215,8 @@ spread_grads(const fsdpc_unit *unit, engine_grads *grads)
     grads->memory = wide;
 }
 
-/* torch frees gradients when the pack is queued and writes other tensors there. */
+/* Makes new gradients in place of the unit's old ones. torch, too, frees gradients when the pack is queued,
+ * and writes other tensors there. */
 __attribute__((unused)) static void
 make_grads(model *m, int u, int step)
 {
@@ -285,7 +289,8 @@ backward(model *m, int step)
     return fsdpc_tree_end_backward(m->tree, true);
 }
 
-/* The number of gradients that are off by more than another order (NCCL's ring of 3) or codes explain. */
+/* Counts the elements of gradients whose error is too large, and the parameters that are wrongly marked as
+ * used or unused. Small errors come from the order of the sum (NCCL's ring of 3) and from quantization. */
 __attribute__((unused)) static int64_t
 count_far_grads(const fsdpc_unit *unit, const int *rounds, int u, int step)
 {
@@ -315,7 +320,7 @@ __attribute__((unused)) static void
 read_grads(model *m, int step)
 {
     static const int rounds[RANKS_MAX] = {1, 1, 1, 1, 1, 1, 1, 1};
-    /* Values that engine_fill_grads makes are not compared: only the clocks check them. */
+    /* The values that engine_fill_grads makes are not compared: only the vector clocks check them. */
     for (int u = 0; u < UNITS; u++) {
         fsdpc_unit *unit = m->units[u];
         simgpu_host_read(unit->grad, unit->layout->grad_bytes, "optimizer");
@@ -397,7 +402,8 @@ with_models_as(const char *what, int world, int option, model_opener open, model
 
 #define with_models(world, option, open, with) with_models_as(#with, world, option, open, with)
 
-/* Leaves out each wait of the second step in turn, under the policy that runs only what is demanded. */
+/* Leaves out the waits of the second step one at a time. The policy is LAZY: work runs only when a call
+ * needs its result. */
 __attribute__((unused)) static wait_counts
 leave_waits_out(int world, model_opener open, model_case with, const char *what)
 {

@@ -1,14 +1,16 @@
-/* Another allocator's memory on the GPU: it is zeroed, nobody uses it when it goes back, and it is given to
- * the driver when slots find none.
+/* Tests of a device that takes its memory from another allocator. The device zeroes the memory and gives it
+ * back only when no work uses it any more. If the driver has no memory for a slot, the device makes the
+ * allocator give its cached blocks back to the driver.
  */
 #include "unit/arena.h"
 #include "comm/comm.h"
 #include "engine.h"
 #include "gpu.h"
 
-/* Plays a cache: what is given back is used for something else at once. */
+/* A fake caching allocator. As soon as a block is given back, the allocator overwrites it, as another user of
+ * the block would. */
 typedef struct cache {
-    size_t bytes; /* of one block; all blocks are alike */
+    size_t bytes; /* size of each block */
     CUdeviceptr unused[64];
     int unused_count, out, trims;
 } cache;
@@ -26,7 +28,8 @@ cache_alloc(void *context, size_t bytes, fsdpc_stream *stream, void **out)
     } else {
         REQUIRE_CU(cuMemAlloc(&block, from->bytes));
     }
-    /* Fills the block with what was there before, on the stream that will use it. */
+    /* Fill the block as if another tensor had used it before. The fill runs on the stream that will use the
+     * block. */
     REQUIRE_CU(cuMemsetD8Async(block, 0x5A, from->bytes, (CUstream)stream));
     from->out++;
     *out = (void *)(uintptr_t)block;
@@ -92,7 +95,7 @@ blocks_are_zero_on_every_stream(void)
     expect_no_reports();
 }
 
-/* All of a unit but its range comes from the allocator. */
+/* The memory of a unit's shard and gradients comes from the allocator. The memory of its range does not. */
 static void
 units_use_it(void)
 {
@@ -122,7 +125,8 @@ units_use_it(void)
     expect_no_reports();
 }
 
-/* Memory that the cache keeps is missing to the driver: a slot gets it all the same. */
+/* If the driver has too little memory because the allocator's cache keeps some of it, the cache gives this
+ * memory back, and the slot gets memory. */
 static void
 slots_find_what_the_cache_keeps(void)
 {

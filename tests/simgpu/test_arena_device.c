@@ -1,5 +1,6 @@
-/* The arena in a GPU's memory: addresses for life over shared slots, with and without virtual memory
- * management; memory is taken away only when nobody uses it any more.
+/* Tests of the arena in a GPU's memory, with and without virtual memory management. With it, a range keeps
+ * its address for life, also when it is bound to another slot. Memory is taken away only when nothing uses it
+ * any more.
  */
 #include "arena_cases.h"
 #include "gpu.h"
@@ -27,7 +28,7 @@ slots_and_spare_memory_are_the_devices(void)
     CHECK_INT(simgpu_count().device_bytes, bytes + GRANULE);
     REQUIRE_OK(fsdpc_arena_restore(arena, &two));
     CHECK_INT(simgpu_count().device_bytes, bytes);
-    /* A slot outlives its arena as long as a range shows it, and ends with the last of these ranges. */
+    /* A slot outlives its arena as long as a range maps it, and ends with the last of these ranges. */
     fsdpc_arena_free(arena);
     CHECK_INT(simgpu_count().device_bytes, bytes);
     fsdpc_range_fini(&one);
@@ -35,7 +36,7 @@ slots_and_spare_memory_are_the_devices(void)
     fsdpc_range_fini(&two);
 }
 
-/* True if all is right where another slot is bound to a range whose first one still has held-back work. */
+/* True if nothing is reported when a range gets another slot while work on its first slot is held back. */
 static bool
 taken_in_time(int skipped_record)
 {
@@ -138,7 +139,7 @@ host_memory_stays_with_the_host(void)
     REQUIRE_OK(fsdpc_arena_bind(arena, &range, slot));
     *(char *)range.address = 3;
     CHECK_ERROR(fsdpc_arena_bind(arena, &far, slot), FSDPC_E_INTERNAL, "different devices");
-    CHECK(*(char *)fsdpc_arena_slot_address(arena, slot) == 0); /* the write was private */
+    CHECK(*(char *)fsdpc_arena_slot_address(arena, slot) == 0); /* the range maps it privately */
     void *address = &address;
     CHECK_ERROR(fsdpc_device_reserve(cpu, 4096, &address), FSDPC_E_UNAVAILABLE, "device cpu");
     CHECK_ERROR(fsdpc_device_reserve(gpu, 4096, &address), FSDPC_E_INVAL, "not a multiple");
@@ -162,7 +163,7 @@ main(void)
     const simgpu_counters right = simgpu_count();
     CHECK_INT(right.races + right.faults, 0);
     CHECK(taken_in_time(0));
-    simgpu_policy_eager(); /* work that has not run yet would go to the new slot unnoticed */
+    simgpu_policy_eager(); /* else work that has not run yet would go to the new slot unnoticed */
     CHECK(taken_in_time(0));
     CHECK(!taken_in_time(2));
     simgpu_policy_lazy();

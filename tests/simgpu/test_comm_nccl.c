@@ -1,7 +1,7 @@
-/* The core's NCCL communicator on the simulated GPU: values, agreement, and every way to fail.
+/* Tests of the core's NCCL communicator on the simulated GPU: values, agreement, and every way to fail.
  *
- * Nothing here asserts how long something takes: that a call does not wait is shown by what has
- * not happened yet when it returns.
+ * No test asserts a duration. To show that a call does not wait, a test checks what has not happened yet when
+ * the call returns.
  */
 #include <sys/wait.h>
 #include <unistd.h>
@@ -18,8 +18,8 @@ typedef struct setup {
     fsdpc_comm *comm;
     CUstream stream;
     float *x;     /* 64 floats */
-    int64_t live; /* live heap blocks before the communicator */
-    int leaks;    /* what the device itself keeps */
+    int64_t live; /* number of heap blocks before the communicator is opened */
+    int leaks;    /* number of objects that the device itself keeps */
     fsdpc_device *device;
     int rank, world;
 } setup;
@@ -72,7 +72,7 @@ run_ranks_as(const char *what, int world, int option, rank_function function)
 
 #define run_ranks_of(world, option, function) run_ranks_as(#function, world, option, function)
 
-/* Frees all of it and checks that nothing is left behind. */
+/* Frees the communicator, the stream and the memory, and checks that nothing is left behind. */
 static void
 close_comm(setup *s)
 {
@@ -86,7 +86,8 @@ close_comm(setup *s)
     CHECK_INT(fsdpc_mem_live(), s->live);
 }
 
-/* Several parts at once take one call of NCCL, and are watched as one collective. */
+/* If a call has several parts, it makes one group of NCCL calls. The watching thread watches the group as one
+ * collective. */
 static void
 parts(setup *s, int rank, int world, float sum)
 {
@@ -107,7 +108,8 @@ parts(setup *s, int rank, int world, float sum)
     CHECK(s->x[24 + rank] == sum && s->x[28 + rank] == sum);
 }
 
-/* Each rank gets a message from each other rank, in pieces that are longer than what travels at once. */
+/* Each rank gets a message from each other rank. The messages are too long for one round of the simulated
+ * NCCL. */
 static void
 messages(setup *s, int rank, int world)
 {
@@ -172,7 +174,8 @@ collectives(int rank, ranks_run *run)
     close_comm(&s);
 }
 
-/* More collectives than the ring of watched ones holds: events are used again. */
+/* If there are more collectives than the ring of watched collectives holds, the communicator uses the events
+ * of earlier collectives again. */
 static void
 many(int rank, ranks_run *run)
 {
@@ -190,7 +193,7 @@ many(int rank, ranks_run *run)
     close_comm(&s);
 }
 
-/* The host's channel carries agreements and barriers; this one answers for rank 1. */
+/* Agreements and barriers go over a channel of the host. This fake channel answers for rank 1. */
 static int released, exchanged;
 
 static int
@@ -228,7 +231,8 @@ channel(int rank, ranks_run *run)
     CHECK_INT(released, 7);
 }
 
-/* The sum 256 + 1 + 1 + 1 on the last rank, in bfloat16: 260 by way of F32, 256 where ones are lost. */
+/* Returns the bfloat16 sum 256 + 1 + 1 + 1 on the last rank: 260 if it is summed in F32, 256 if each step is
+ * rounded. */
 static float
 sum_for_last_rank(setup *s, uint16_t *at)
 {
@@ -240,11 +244,12 @@ sum_for_last_rank(setup *s, uint16_t *at)
     return fsdpc_bf16_to_f32(at[s->rank]);
 }
 
-/* Each of these calls is refused; with windows, which all ranks have come to, the error stays. */
+/* Checks that bad registrations are refused. If buffers are registered as windows, which all ranks ask for
+ * together, the communicator keeps the error. */
 static void
 bad_registrations(setup *s, void *slot, bool windows, bool registers)
 {
-    /* Memory from cuMemAlloc, and a range that is no whole grain. */
+    /* The first buffer is from cuMemAlloc; the second is not a whole number of granules. */
     const char *const text = "registering a buffer: NCCL returned \"invalid argument\"";
     CHECK_ERROR(fsdpc_comm_register(s->comm, s->x, 256), registers ? FSDPC_E_COMM : FSDPC_OK,
                 registers ? text : "");
@@ -255,8 +260,9 @@ bad_registrations(setup *s, void *slot, bool windows, bool registers)
     }
 }
 
-/* Bits of the option: windows can be had; the communicator is told to register; then NCCL's version: 2.28,
- * 2.30 or 2.27. Up to 2.28 a window is given where no memory is shared, too, but is none. */
+/* Bits of the option. 1: windows are possible. 2: the communicator registers buffers. Higher bits: NCCL's
+ * version (0: 2.28, 1: 2.30, 2: 2.27). If ranks share no memory, NCCL up to 2.28 still gives a window, but
+ * that window only registers the buffer for this rank. */
 static void
 registration(int rank, ranks_run *run)
 {
@@ -272,7 +278,8 @@ registration(int rank, ranks_run *run)
     fsdpc_comm_nccl_options options = {.name = "gather", .timeout_s = 30, .registers = registers};
     REQUIRE_OK(fsdpc_comm_nccl(s.device, rank, run->world, id, &options, &s.comm));
     CHECK_INT(fsdpc_comm_is_symmetric(s.comm), shared && registers && version >= 22800);
-    CHECK_INT(simnccl_count().registered, 0); /* the trial's window is given back */
+    /* The buffer that the communicator registered to try registration is not registered any more. */
+    CHECK_INT(simnccl_count().registered, 0);
 
     CUdeviceptr range = gpu_range("slot");
     CUmemGenericAllocationHandle memory = gpu_memory();
@@ -299,7 +306,7 @@ registration(int rank, ranks_run *run)
     CHECK_INT(simnccl_count().misuses, 0);
 }
 
-/* A channel of the host between two ranks for four bytes, over memory that the ranks share. */
+/* A channel of the host, by which two ranks exchange four bytes each over memory that they share. */
 static int channel_rank;
 
 static int
@@ -319,7 +326,7 @@ spread(void *context, void *buffer, size_t piece_bytes, const char *what)
     return FSDPC_OK;
 }
 
-/* More slots than a table of fixed size would list, as in models whose units stay gathered. */
+/* Registers many slots, as models do whose units stay gathered: more than a fixed table could list. */
 static void
 many_registrations(int rank, ranks_run *run)
 {
@@ -345,7 +352,8 @@ many_registrations(int rank, ranks_run *run)
     CHECK_INT(simnccl_count().misuses, 0);
 }
 
-/* On rank 1 a window fails, after which NCCL is of no use: all ranks are told and can start without it. */
+/* If a window fails on rank 1, NCCL cannot be used any more. All ranks learn this, and can start again
+ * without registration. */
 static void
 a_trial_spoils_nccl(int rank, ranks_run *run)
 {
@@ -363,8 +371,8 @@ a_trial_spoils_nccl(int rank, ranks_run *run)
     CHECK_INT(simnccl_count().misuses, 0);
 }
 
-/* NCCL ends no communicator, and aborts none, while a graph with its collectives lives. Option 2: the graph
- * is gone before the communicator ends. */
+/* NCCL neither ends nor aborts a communicator while a graph with its collectives lives. With option 2 the
+ * graph is gone before the communicator ends. */
 static void
 a_graph_is_left(int rank, ranks_run *run)
 {
@@ -385,7 +393,8 @@ a_graph_is_left(int rank, ranks_run *run)
     CHECK_INT(simnccl_count().misuses, 0);
 }
 
-/* A forked child has no watching thread and none of NCCL's: it must wait neither for them nor for a lock. */
+/* A forked child has neither the watching thread nor NCCL's threads: it must not wait for them or for a
+ * lock. */
 static void
 a_child_frees_its_parents(int rank, ranks_run *run)
 {
@@ -395,7 +404,8 @@ a_child_frees_its_parents(int rank, ranks_run *run)
     REQUIRE_OK(open_comm(&s, 30, NULL));
     const pid_t child = fork();
     if (child == 0) {
-        alarm(5); /* no thread of the child would ever end a wait */
+        /* The alarm kills the child if a call waits: no thread of the child would end the wait. */
+        alarm(5);
         fsdpc_comm_unregister(s.comm, s.x);
         fsdpc_comm_close(s.comm);
         fsdpc_comm_free(s.comm);
@@ -427,7 +437,8 @@ await_failure(const setup *s)
     }
 }
 
-/* After an abort each call says why; the stream goes on, so the process can end. */
+/* Checks that each call after an abort reports the reason, and that the stream's work ends, so that the
+ * process can end. */
 static void
 check_over(setup *s, int status, const char *part)
 {
@@ -475,7 +486,7 @@ nccl_reports_an_error(int rank, ranks_run *run)
     REQUIRE_OK(open_comm(&s, rank == 0 ? 30 : 1, NULL));
     CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 0"), FSDPC_OK);
     CHECK_INT(fsdpc_nccl_await((nccl_comm *)s.comm), FSDPC_OK);
-    /* The error is told by one of these calls or by the watching thread, whichever looks first. */
+    /* One of these calls or the watching thread reports the error, whichever looks first. */
     (void)fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 1");
     (void)fsdpc_nccl_await((nccl_comm *)s.comm);
     if (rank == 0) {
@@ -554,7 +565,7 @@ ctrl_c(void)
     return 1;
 }
 
-/* Ctrl-C ends the start of a communicator and a wait for a collective on its way. */
+/* Ctrl-C ends the start of a communicator, and a wait for a collective in flight. */
 static void
 the_user_interrupts(int rank, ranks_run *run)
 {
@@ -576,7 +587,7 @@ the_user_interrupts(int rank, ranks_run *run)
     fsdpc_shm_interrupt_check = NULL;
 }
 
-/* Ctrl-C ends a call that NCCL does not finish; later calls are told that this one was interrupted. */
+/* Ctrl-C ends a call that NCCL does not finish; later calls report that this call was interrupted. */
 static void
 a_call_is_interrupted(int rank, ranks_run *run)
 {
@@ -593,7 +604,7 @@ a_call_is_interrupted(int rank, ranks_run *run)
     fsdpc_comm_free(s.comm);
 }
 
-/* Neither an abort nor freeing the communicator waits for a library that does not let go. */
+/* Neither an abort nor freeing the communicator waits for an NCCL call that blocks. */
 static void
 aborts_that_block(int rank, ranks_run *run)
 {
@@ -610,7 +621,7 @@ aborts_that_block(int rank, ranks_run *run)
     CHECK_INT(simnccl_count().aborts_ended, 0);
     simnccl_get_options()->aborts_end = true;
     while (simnccl_count().aborts_ended == 0 || fsdpc_mem_live() > s.live) {
-        rank_sleep_ms(10); /* the watching thread frees what was left to it */
+        rank_sleep_ms(10); /* the watching thread frees what fsdpc_comm_free left to it */
     }
     s.comm = NULL;
     close_comm(&s);

@@ -1,6 +1,6 @@
-/* Collectives of a GPU's memory by way of host memory: what travels, in which order, what fails, what is
- * given back. The host's communicator is rank 0 of two; rank 1 follows a rule: it brings 100 + its place.
- */
+/* Tests of collectives on GPU memory that are staged through host memory: what is copied, in which order,
+ * which failures are final, and what is freed. The host's communicator is rank 0 of two. Callbacks stand for
+ * rank 1, which contributes 100 to sums and bytes of 101 to gathers and broadcasts. */
 #include "comm/comm.h"
 #include "gpu.h"
 #include "base/status.h"
@@ -35,7 +35,7 @@ reduce_scatter(void *context, void *buffer, int64_t piece_numel, fsdpc_dtype dty
     (void)dtype, (void)what;
     for (int64_t i = 0; i < piece_numel; i++) {
         ((float *)buffer)[i] += 100;
-        ((float *)buffer)[piece_numel + i] = -1; /* unspecified: it must not travel back */
+        ((float *)buffer)[piece_numel + i] = -1; /* unspecified: must not be copied back */
     }
     return answer(context);
 }
@@ -100,7 +100,7 @@ end(other *o, fsdpc_comm *inner, fsdpc_comm *comm)
     expect_no_reports();
 }
 
-/* The number that all of the values have; -12345 where they differ. */
+/* Returns the number that all values are equal to, or -12345 if the values differ. */
 static float
 value_of(const float *values, int count)
 {
@@ -118,7 +118,8 @@ value_of(const float *values, int count)
     return found;
 }
 
-/* Collectives on a stream run behind a kernel that makes the values and before one that uses them. */
+/* A collective on a stream runs after the kernel that writes its values and before the kernel that reads
+ * them. */
 static void
 collectives_are_in_the_streams_order(void)
 {
@@ -182,7 +183,7 @@ failures_stay(void)
     REQUIRE_CU(cuMemFree((CUdeviceptr)(uintptr_t)values));
 }
 
-/* In a capture nothing is tried that would end the capture. */
+/* A collective in a capture is refused before it makes a driver call that would invalidate the capture. */
 static void
 captures_are_refused(void)
 {

@@ -1,5 +1,6 @@
-/* The CUDA device on the simulated GPU: making and refusing it, memory, streams, and every operation, whose
- * results must be the CPU device's, in several legal orders of the held-back work. */
+/* Tests of the CUDA device on the simulated GPU: creation and refusals, memory, streams, and every operation.
+ * Each operation must give the CPU device's results in several legal orders of the work that the simulator
+ * delays. */
 #include "gpu.h"
 
 #include <math.h>
@@ -54,7 +55,7 @@ refusals_name_the_reason(void)
     CHECK_ERROR(fsdpc_device_cuda(0, &device), FSDPC_E_IO, "/nowhere");
     setenv("FSDPC_CUDA_IMAGE", image, 1);
     static const char *const loads[] = {"cuLibraryLoadData", "cuKernelGetFunction", "cuFuncLoad"};
-    for (int i = 0; i < 3; i++) { /* a driver may look at the image late */
+    for (int i = 0; i < 3; i++) { /* a driver may read the image in any of these calls */
         REQUIRE(simgpu_fail(loads[i], 1, 209));
         CHECK_ERROR(fsdpc_device_cuda(0, &device), FSDPC_E_INTERNAL,
                     "do not load on sm_90, simulated GPU with driver 13.0");
@@ -184,7 +185,7 @@ without_virtual_memory_there_are_plain_blocks(void)
     simgpu_get_options()->vmm = true;
 }
 
-/* A sandbox may refuse memory with handles, and yet give virtual memory without them. */
+/* A sandbox may refuse memory with shareable handles and yet allow virtual memory without such handles. */
 static void
 virtual_memory_does_without_handles(void)
 {
@@ -195,18 +196,19 @@ virtual_memory_does_without_handles(void)
     memory_is_zeroed_and_given_back(other, true);
 }
 
-/* Virtual memory that shows a piece at one place only is of no use for slots. */
+/* Virtual memory that cannot be mapped at two addresses at once is of no use for slots. */
 static void
 virtual_memory_must_show_a_piece_twice(void)
 {
     fsdpc_device *other;
     const int leaks = simgpu_leaks(NULL, 0);
-    for (int k = 2; k <= 4; k += 2) { /* the second mapping, with handles and without */
+    /* k = 2: the second mapping of memory with shareable handles; k = 4: that of memory without handles */
+    for (int k = 2; k <= 4; k += 2) {
         REQUIRE(simgpu_fail("cuMemMap", k, CUDA_ERROR_NOT_SUPPORTED));
     }
     REQUIRE_OK(fsdpc_device_cuda(3, &other));
     CHECK(!fsdpc_device_get_caps(other)->virtual_memory && fsdpc_device_get_caps(other)->note);
-    const int kept = simgpu_leaks(NULL, 0) - leaks; /* the device's kernels and memory for norms */
+    const int kept = simgpu_leaks(NULL, 0) - leaks; /* the device's kernels and its norm buffer */
     CHECK(kept > 0 && kept <= 4);
     memory_is_zeroed_and_given_back(other, false);
 }
@@ -247,7 +249,7 @@ a_host_wait_has_a_deadline(void)
     fsdpc_device_stream_free(gpu, stream);
 }
 
-/* Like the functions below, it ends with a host sync of the current stream. */
+/* take_norm, allocate and settle_offloaded each end with a host sync of the current stream. */
 static int
 take_norm(void *block)
 {
@@ -270,7 +272,7 @@ settle_offloaded(void *unit)
     return fsdpc_unit_settle(unit);
 }
 
-/* Host syncs whose caller gives no timeout have that of the process: FSDPC_TIMEOUT. */
+/* A host sync whose caller gives no timeout uses the timeout of the process, FSDPC_TIMEOUT. */
 static void
 host_syncs_have_the_deadline_of_the_process(void)
 {
@@ -321,8 +323,8 @@ free_elsewhere(void *block)
     return NULL;
 }
 
-/* Garbage may be collected at any time, by any thread: freeing it must not end a capture. What the captured
- * stream may still use stays. */
+/* Garbage may be collected at any time and in any thread, so freeing memory must not invalidate a capture.
+ * Memory that the captured stream may still use stays allocated until the capture has ended. */
 static void
 a_capture_outlives_what_is_freed_meanwhile(void)
 {
@@ -362,7 +364,8 @@ a_capture_outlives_what_is_freed_meanwhile(void)
     fsdpc_device_stream_free(gpu, stream);
 }
 
-/* Hands a buffer over: `side` casts into it, `other` reads it. True: no race was found. */
+/* Casts into a buffer on stream `side` and reads the buffer on stream `other`. Returns true if no race was
+ * found. */
 static bool
 handed_over(bool with_wait)
 {
@@ -409,7 +412,7 @@ events_order_streams(void)
     CHECK_INT(simgpu_count().events_created, created);
 }
 
-/* A forked child has this process's table of entries, but no driver. */
+/* A forked child inherits the table of the driver's entries, but the driver does not work in the child. */
 static void
 a_forked_child_is_told_how_to_start(void)
 {
@@ -460,7 +463,7 @@ a_thread_without_a_context_may_use_it(void)
 
 /* --- operations ------------------------------------------------------------------------------------ */
 
-/* A buffer on the CPU and its equal on the GPU. */
+/* Two buffers with equal contents: one on the CPU and one on the GPU. */
 struct both {
     size_t bytes;
     void *cpu, *gpu;
@@ -496,7 +499,8 @@ free_both(struct both *both)
     fsdpc_device_host_free(gpu, both->cpu, both->bytes);
 }
 
-/* fsdpc_device_*(device, ...) on each of the two devices; `a` and `b` are the buffers of that device. */
+/* Calls fsdpc_device_*(device, ...) for the CPU and for the GPU. In the arguments, `a` and `b` are the
+ * device's buffers of `first` and `second`. */
 #define ON_BOTH(call, ...)                     \
     do {                                       \
         fsdpc_device *device = cpu;            \
@@ -568,7 +572,7 @@ norms_come_to_the_host(void)
     free_both(&first);
 }
 
-/* Two units' gradients are summed, measured, and clipped; the host looks at nothing in between. */
+/* The gradients of two units are summed, measured and clipped without a host sync in between. */
 static void
 clipping_needs_no_look_by_the_host(void)
 {
@@ -721,7 +725,7 @@ main(void)
         fsdpc_device_stream_free(gpu, stream);
         CHECK_INT(simgpu_count().races, before.races);
         CHECK_INT(simgpu_count().faults, before.faults);
-        /* What the device keeps, it keeps from the first round on: later rounds leave no more. */
+        /* All allocations that the device keeps are made in the first round: later rounds add none. */
         leaks = i ? leaks : simgpu_leaks(NULL, 0);
         CHECK_INT(simgpu_leaks(NULL, 0), leaks);
     }

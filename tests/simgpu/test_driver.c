@@ -1,4 +1,5 @@
-/* The simulated driver itself: what it allows, refuses, holds back, lets run, counts and reports. */
+/* Tests of the simulated driver: which calls it allows and refuses, which work it delays, and what it counts
+ * and reports. */
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -124,7 +125,7 @@ side_streams_are_held_back(void)
     CHECK_CU(gpu_axpb(side, x, NULL, 8, 0, 1), CUDA_SUCCESS);
     CHECK_CU(gpu_axpb(side, x, x, 8, 2, 1), CUDA_SUCCESS);
     CHECK(x[0] != x[0]);
-    CHECK_CU(cuStreamQuery(side), CUDA_ERROR_NOT_READY); /* each query lets one piece of work run */
+    CHECK_CU(cuStreamQuery(side), CUDA_ERROR_NOT_READY); /* each query lets one operation run */
     CHECK(x[0] == 1);
     CHECK_CU(cuStreamQuery(side), CUDA_ERROR_NOT_READY);
     CHECK(x[0] == 3);
@@ -148,13 +149,13 @@ the_null_stream_runs_at_once_and_forces_what_it_waits_for(void)
     CHECK_CU(gpu_axpb(NULL, z, NULL, 8, 0, 5), CUDA_SUCCESS);
     CHECK(z[7] == 5);
     CHECK_CU(cuStreamWaitEvent(NULL, event, 0),
-             CUDA_SUCCESS); /* never recorded: nothing to wait for */
+             CUDA_SUCCESS); /* the event was never recorded, so the wait has no effect */
     CHECK_CU(gpu_axpb(a, x, NULL, 8, 0, 1), CUDA_SUCCESS);
     CHECK_CU(gpu_axpb(b, y, NULL, 8, 0, 2), CUDA_SUCCESS);
     CHECK_CU(cuEventRecord(event, a), CUDA_SUCCESS);
     CHECK_CU(gpu_axpb(a, x, x, 8, 1, 1), CUDA_SUCCESS); /* behind the event */
     CHECK_CU(cuStreamWaitEvent(NULL, event, 0), CUDA_SUCCESS);
-    CHECK(x[0] == 1 && y[0] != y[0]); /* only what the wait needs has run */
+    CHECK(x[0] == 1 && y[0] != y[0]); /* only the work that the wait needs has run */
     CHECK(simgpu_drain());
     CHECK(x[0] == 2 && y[0] == 2);
 }
@@ -170,7 +171,7 @@ a_wait_means_the_record_before_it(void)
     CHECK_CU(cuEventRecord(event, a), CUDA_SUCCESS);
     CHECK_CU(cuStreamWaitEvent(b, event, 0), CUDA_SUCCESS);
     CHECK_CU(gpu_axpb(a, x, x, 1, 1, 1), CUDA_SUCCESS);
-    CHECK_CU(cuEventRecord(event, a), CUDA_SUCCESS); /* comes too late for the wait of b */
+    CHECK_CU(cuEventRecord(event, a), CUDA_SUCCESS); /* b's wait does not cover this record */
     CHECK_CU(gpu_axpb(b, y, x, 1, 1, 0), CUDA_SUCCESS);
     CHECK_CU(cuStreamSynchronize(b), CUDA_SUCCESS);
     CHECK(y[0] == 1);
@@ -193,11 +194,11 @@ policies_choose_the_order(void)
         CHECK_CU(gpu_axpb(a, x, NULL, 1, 0, 1), CUDA_SUCCESS);
         CHECK_CU(gpu_axpb(b, x, NULL, 1, 0, 2), CUDA_SUCCESS);
         if (i == 2) {
-            CHECK(x[0] == 2); /* b is ordered before the host: it runs at once */
+            CHECK(x[0] == 2); /* b comes before `host` in the order, so its work runs at once */
         }
         CHECK(simgpu_drain());
         CHECK(i == 0 || i == 3 ? x[0] == 2 : i == 4 || x[0] == 1);
-        CHECK_INT(simgpu_count().races, 1); /* found in every order */
+        CHECK_INT(simgpu_count().races, 1); /* the race is found in every order */
     }
     CHECK(!simgpu_policy("sideways") && !simgpu_policy("order:a"));
 }
@@ -253,7 +254,7 @@ what_the_processor_has_seen_is_over(void)
     CHECK_CU(cuEventRecord(event, a), CUDA_SUCCESS);
     while (cuEventQuery(event) == CUDA_ERROR_NOT_READY) {}
     simgpu_cpu_read(pinned, 16, "loss.item()");
-    CHECK_CU(gpu_axpb(b, x, x, 4, 1, 1), CUDA_SUCCESS); /* put on its stream after the query */
+    CHECK_CU(gpu_axpb(b, x, x, 4, 1, 1), CUDA_SUCCESS); /* queued after the query */
     CHECK(simgpu_drain());
     CHECK_INT(simgpu_count().races, 0);
     CHECK_CU(cuMemcpyDtoHAsync(pinned, (CUdeviceptr)(uintptr_t)x, 16, b), CUDA_SUCCESS);
@@ -289,7 +290,7 @@ aliases_are_one_memory(void)
     CHECK_INT(simgpu_count().device_bytes, 0);
 }
 
-/* The races between overlapping accesses in two streams are those that a table of single bytes finds. */
+/* The simulator finds the same races between overlapping accesses as a table with one entry for each byte. */
 static void
 the_history_of_bytes_is_kept_exactly(void)
 {
@@ -363,11 +364,11 @@ what_is_not_mapped_cannot_be_used(void)
     CHECK_CU(cuMemMap(range, GRANULE, 0, slot, 0), CUDA_ERROR_ALREADY_MAPPED);
     CHECK_CU(cuMemAddressFree(range, GRANULE), CUDA_ERROR_INVALID_VALUE);
     CHECK_CU(gpu_axpb(side, x, NULL, 4, 0, 1), CUDA_SUCCESS);
-    CHECK_CU(cuMemUnmap(range, GRANULE), CUDA_SUCCESS); /* while the kernel is on its way */
+    CHECK_CU(cuMemUnmap(range, GRANULE), CUDA_SUCCESS); /* while the kernel is still queued */
     CHECK_INT(signal_of_read(x), SIGSEGV);
     CHECK_CU(cuStreamSynchronize(side), CUDA_ERROR_ILLEGAL_ADDRESS);
     CHECK(gpu_reported("unit 1: written by side (axpb), but nothing is mapped there"));
-    CHECK_CU(cuStreamQuery(NULL), CUDA_ERROR_ILLEGAL_ADDRESS); /* and so does every later call */
+    CHECK_CU(cuStreamQuery(NULL), CUDA_ERROR_ILLEGAL_ADDRESS); /* every later call fails, too */
 }
 
 static void
@@ -442,7 +443,7 @@ copies_and_fills(void)
     float *x = gpu_floats(4, "x"), *y = gpu_floats(4, "y");
     CUdeviceptr xp = (CUdeviceptr)(uintptr_t)x, yp = (CUdeviceptr)(uintptr_t)y;
     CHECK_CU(cuMemcpyHtoDAsync(xp, host, 16, side), CUDA_SUCCESS);
-    host[0] = 9; /* the driver has taken a copy */
+    host[0] = 9; /* the driver has copied `host` already */
     CHECK_CU(cuMemcpyDtoDAsync(yp, xp, 16, side), CUDA_SUCCESS);
     CHECK_CU(cuMemsetD32Async(yp + 4, 0x40a00000, 1, side), CUDA_SUCCESS);
     CHECK_CU(cuMemsetD8Async(yp + 8, 0, 4, side), CUDA_SUCCESS);
@@ -466,7 +467,7 @@ copies_and_fills(void)
     CHECK_CU(cuMemFreeHost(pinned), CUDA_ERROR_INVALID_VALUE);
 }
 
-/* The program's memory must be pinned: the graph may run when other memory is gone. */
+/* The host memory of a captured copy must be pinned. Other host memory may be freed before the graph runs. */
 static void
 captured_copies_need_pinned_memory(void)
 {
@@ -559,7 +560,8 @@ launches_are_checked(void)
     CHECK_CU(cuLibraryUnload(library), CUDA_ERROR_INVALID_HANDLE);
 }
 
-/* Declares what axpb touches, except for something that it forgets. */
+/* Declares only a part of what axpb touches. If `scale` is positive, `src` is left out. Otherwise all
+ * elements of `dst` except the first are left out. */
 static bool
 forgetful_declare(simgpu_task *task, const void *params, const simgpu_launch *launch)
 {
@@ -586,7 +588,7 @@ kernels_touch_what_they_declare(void)
     fflush(NULL);
     simgpu_get_options()->forks = true;
     pid_t child = fork();
-    if (child == 0) { /* reads x without having said so */
+    if (child == 0) { /* axpb reads x, which it did not declare */
         (void)gpu_axpb(NULL, y, x, 4, 1, 1);
         _exit(0);
     }
@@ -595,7 +597,7 @@ kernels_touch_what_they_declare(void)
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
 }
 
-/* As on a GPU, all that the child asks for is answered with "not initialized". */
+/* As on a GPU, every driver call in a forked child fails with CUDA_ERROR_NOT_INITIALIZED. */
 static void
 a_forked_child_has_no_driver(void)
 {

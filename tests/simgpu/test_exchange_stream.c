@@ -1,8 +1,7 @@
-/* The real exchange, arena, CUDA device and NCCL communicator under the simulator: training steps of
- * a tree on one to three ranks, in many legal orders of the held-back work. Nothing may race, every
- * value must be right, and in a step nothing is allocated and the host never waits. Then faults are
- * planted in the real code, by skipping one of its calls of the driver: each must be found.
- */
+/* Training steps of a tree on one to three ranks, with the real exchange, arena, CUDA device and NCCL
+ * communicator under the simulator, in many legal orders of the work that the simulator delays. No race may
+ * be found, every value must be right, and a step must neither allocate memory nor make the host wait. Then
+ * faults are planted in the real code by skipping one of its driver calls: each fault must be found. */
 #include "steps.h"
 
 /* --- the right schedule ---------------------------------------------------------------------------- */
@@ -15,7 +14,8 @@ steps_are_right(model *m)
     expect_no_mismatches(m);
 }
 
-/* Two units of one slot live at once: the second gets spare memory for as long as it is used. */
+/* Two units that share a slot are in use at the same time. The second unit uses spare memory until its
+ * forward ends. */
 static void
 two_users_of_a_slot(model *m)
 {
@@ -45,8 +45,8 @@ ctrl_c(void)
     return 1;
 }
 
-/* Rank 1 does not come to the end of backward. Rank 0 waits for it there, because it left parameters out,
- * until the communicator's deadline or an interrupt by its user. */
+/* Rank 1 does not reach the end of backward. Rank 0 did not use all parameters, so rank 0 waits there for the
+ * used bits of rank 1, until the communicator's deadline passes or the user interrupts the wait. */
 static void
 a_wait_for_used_bits_is_interrupted(model *m)
 {
@@ -67,7 +67,7 @@ a_wait_for_used_bits_is_interrupted(model *m)
     }
 }
 
-/* The model runs on a stream of its user; when it is closed, later, another stream is the current one. */
+/* The model is used on a stream of the caller. The model is closed while another stream is current. */
 static void
 slots_outlive_readers_of_other_streams(int rank, ranks_run *run)
 {
@@ -93,7 +93,8 @@ slots_outlive_readers_of_other_streams(int rank, ranks_run *run)
 
 /* --- what a step costs ------------------------------------------------------------------------------ */
 
-/* The number of segments with elements that are gathered and, in *reduced, of those that are reduced. */
+/* Returns the number of segments that have elements: only these are gathered. Sets *reduced to the number of
+ * segments that are also reduced. */
 static int
 count_segments(const model *m, int *reduced)
 {
@@ -108,7 +109,7 @@ count_segments(const model *m, int *reduced)
     return gathered;
 }
 
-/* A unit may have two dtypes and bytes: more segments to gather, but as many launches. */
+/* A unit with segments of several dtypes takes more gathers than other units, but not more launches. */
 static void
 a_step_costs_no_more_than_this(model *m)
 {
@@ -133,7 +134,7 @@ a_step_costs_no_more_than_this(model *m)
             m->world, UNITS, (int)launches, (int)gathers, (int)reduces);
     }
     int reduced, gathered = count_segments(m, &reduced);
-    /* root and the last unit stay in their slots for backward. */
+    /* The root unit and the last unit stay in their slots, so backward does not gather them again. */
     CHECK(gathers < 2 * gathered && launches <= 4 * UNITS);
     CHECK_INT(reduces, m->world > 1 ? reduced : 0);
 }
@@ -147,7 +148,7 @@ work_done(void)
     return now.launches + now.copies + now.memsets + now.collectives;
 }
 
-/* Here the graph does not run, as it would on a GPU; what was captured is counted. */
+/* The simulator does not run the captured graph as a GPU would; the test counts the captured work instead. */
 static void
 a_step_is_captured(model *m)
 {
@@ -158,27 +159,28 @@ a_step_is_captured(model *m)
     CHECK(simgpu_drain());
     int64_t work = work_done() - before;
     CHECK_INT(m->wrong, 0);
-    m->quiet = true; /* nothing is gathered in a capture: values differ */
+    m->quiet = true; /* captured gathers do not run, so values are wrong */
     for (int round = 0; round < 2; round++) {
         CUstream stream = begin_capture(m);
         CHECK_INT(pass(m, 0), FSDPC_OK);
         CHECK_CU(end_capture(m, stream), CUDA_SUCCESS);
-        /* All work but the comparison of the order of units, which the host would look at. */
+        /* All work is captured except the comparison of the order of units, which needs the host. */
         CHECK_INT(simgpu_captured(), work - (m->world > 1));
     }
     m->all_used = m->quiet = false;
     m->wrong = 0;
-    CHECK_INT(train(m, 2), FSDPC_OK); /* steps afterwards are as if nothing had been captured */
+    CHECK_INT(train(m, 2), FSDPC_OK); /* later steps work as if nothing had been captured */
     CHECK_INT(m->wrong, 0);
     CHECK_INT(simgpu_reports(), 0);
     expect_no_reports();
 }
 
-/* What needs the host is refused with its name, and the capture can still be ended. */
+/* An operation that needs the host is refused with an error that names the operation, and the capture can
+ * still be ended. */
 static void
 the_host_is_refused_in_a_capture(model *m)
 {
-    m->quiet = true; /* nothing is gathered in a capture: values differ */
+    m->quiet = true; /* captured gathers do not run, so values are wrong */
     CHECK_INT(train(m, 1), FSDPC_OK);
     CHECK_INT(m->wrong, 0);
     set_masters(m, 1);
@@ -190,7 +192,7 @@ the_host_is_refused_in_a_capture(model *m)
     stream = begin_capture(m);
     CHECK_INT(fsdpc_tree_begin_forward(m->tree, true), FSDPC_OK);
     CHECK_INT(fsdpc_tree_forward_enter(m->tree, 1), FSDPC_OK);
-    if (m->world > 1) { /* one rank alone shows its own values, without a slot */
+    if (m->world > 1) { /* with one rank, unit 3 is used in its shard, without a slot */
         CHECK_INT(fsdpc_tree_forward_enter(m->tree, 3), FSDPC_E_STATE);
         CHECK(strstr(fsdpc_error_text(), "spare") != NULL);
     }
@@ -206,7 +208,8 @@ the_host_is_refused_in_a_capture(model *m)
     expect_no_reports();
 }
 
-/* The last two waits lead the communication streams back: without one of them the capture cannot end. */
+/* The last two waits join the communication streams to the captured stream. Without one of these waits the
+ * capture cannot end. */
 static void
 streams_must_lead_back(model *m)
 {
@@ -235,7 +238,8 @@ open_coded(model *m, int rank, const ranks_run *run)
     CHECK(m->units[0]->layout->coded_bytes > 0);
 }
 
-/* A reduction takes a launch to code and one to sum, instead of one to sum, and a message to each rank. */
+/* A coded reduction takes two launches, one to encode and one to sum, instead of one launch to sum. It also
+ * sends one message to each rank. */
 static void
 a_step_with_codes_costs_this(model *m)
 {
@@ -247,17 +251,18 @@ a_step_with_codes_costs_this(model *m)
     CHECK_INT(pass(m, 1), FSDPC_OK);
     expect_nothing_made(&before);
     CHECK(simgpu_drain());
-    CHECK_INT(simnccl_count().all_to_alls - sent, 4); /* one unit has too few elements for codes */
+    CHECK_INT(simnccl_count().all_to_alls - sent, 4); /* one unit is too small to be coded */
     CHECK(simgpu_count().launches - before.launches <= 7 * UNITS);
 }
 
 /* --- planted faults --------------------------------------------------------------------------------- */
 
-/* Of two ranks one leaves out a wait of its second step. */
+/* With two ranks, one rank leaves out a wait of its second step. */
 static void
 with_a_fault(model *m)
 {
-    m->quiet = m->all_used = true; /* a rank that looks at the used bits waits, which orders much */
+    /* All parameters are used, so no rank waits for used bits. That wait would order work and hide faults. */
+    m->quiet = m->all_used = true;
     CHECK_INT(train(m, 1), FSDPC_OK);
     CHECK_INT(m->wrong, 0);
     set_masters(m, 1);

@@ -1,6 +1,6 @@
-/* Slots that gradients of several units take in turn: which slot a unit gets, what orders two holders whose work is
- * on different streams, and what a failure leaves behind. Training steps with them: dist/test_in_backward_gpu.py.
- */
+/* Tests of slots that the gradients of several units use in turn: which slot a unit gets, what orders two
+ * units that use one slot on different streams, and what state a failure leaves. Training steps with such
+ * slots are tested in dist/test_in_backward_gpu.py. */
 #include "comm/comm.h"
 #include "engine.h"
 #include "gpu.h"
@@ -25,7 +25,8 @@ close_subject(subject *s)
     fsdpc_comm_free(s->comm);
 }
 
-/* The third unit sees gradients in a narrow dtype, the fourth is much larger. */
+/* The optimizer sees the third unit's gradients in a narrower dtype than that of their sums. The fourth unit
+ * is much larger than the others. */
 static subject
 open_subject(int wanted)
 {
@@ -84,23 +85,24 @@ a_unit_takes_the_slot_it_had_or_a_free_one(void)
         REQUIRE_OK(fsdpc_unit_discard_grads(s.units[i]));
     }
     REQUIRE_OK(fsdpc_unit_take_slot(s.units[0], &moved));
-    REQUIRE_OK(fsdpc_unit_take_slot(s.units[0], &moved)); /* the unit holds it already */
+    REQUIRE_OK(fsdpc_unit_take_slot(s.units[0], &moved)); /* the unit holds the slot already */
     CHECK(!moved && s.units[0]->grad == first);
     REQUIRE_OK(fsdpc_unit_take_slot(s.units[1], &moved));
     CHECK(moved && s.units[1]->grad != first);
     CHECK_INT(fsdpc_grad_slots_bytes(s.slots), bytes + s.units[1]->footprint.grads_bytes);
     REQUIRE_OK(fsdpc_unit_discard_grads(s.units[0]));
     REQUIRE_OK(fsdpc_unit_discard_grads(s.units[1]));
-    REQUIRE_OK(fsdpc_unit_take_slot(s.units[1], &moved)); /* the gradient stays where it was */
+    REQUIRE_OK(fsdpc_unit_take_slot(s.units[1], &moved)); /* the unit gets its last slot again */
     CHECK(!moved && s.units[1]->grad != first);
     REQUIRE_OK(fsdpc_unit_take_slot(s.units[3], &moved));
-    CHECK(!moved && s.units[3]->grad == first); /* the other slot is too small for it */
+    CHECK(!moved && s.units[3]->grad == first); /* the other slot is too small for unit 3 */
     CHECK_INT(fsdpc_grad_slots_bytes(s.slots), bytes + s.units[1]->footprint.grads_bytes);
     close_subject(&s);
     expect_no_reports();
 }
 
-/* Two units take one slot on two streams. Without the wait (k 1) the clocks find the second writer. */
+/* Two units use one slot on two streams. If the wait between them is left out (k = 1), the clocks report that
+ * the second write is not ordered after the first. */
 static int
 two_streams(int k, int64_t *waits)
 {

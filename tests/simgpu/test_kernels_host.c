@@ -1,8 +1,7 @@
-/* Every CUDA kernel, compiled for the host, against the plain C kernels: bit for bit.
+/* Every CUDA kernel, compiled for the host, must give the same bits as the plain C kernel.
  *
- * Where two NaNs met, or a NaN was computed with, only that a NaN came out. Sums of squares are added
- * in another order and compared with a bound.
- */
+ * Where an operation involves NaNs, the test only checks that the result is NaN. Sums of squares are added in
+ * another order, so they are compared within a bound. */
 #include "cuda_params.h"
 #include "kernel_cases.h"
 
@@ -136,7 +135,7 @@ buffers_are_scaled_in_place_by_a_factor_in_memory(void)
         struct bed bed = new_bed(5003, floats[t], floats[t], 0);
         double factor = 0.37;
         fill_sums(&bed, floats[t], 5003);
-        /* Two spans of odd lengths: one takes two blocks, one takes one. */
+        /* Two spans of odd lengths: the first span takes two blocks, the second span takes one block. */
         fsdpc_cuda_scale_params p = {
             .factor = &factor,
             .count = 2,
@@ -168,12 +167,12 @@ other_norms_are_the_plain_ones(void)
             free(src);
         }
     }
-    /* More elements than the largest number of blocks takes at once. */
+    /* There are so many elements that the launch has more than 500 blocks. */
     compare_norm(&cuda, FSDPC_F32,
                  (int64_t)FSDPC_CUDA_NORM_BLOCKS * FSDPC_CUDA_NORM_BLOCK_ITEMS / 2 + 77, 0, true);
 }
 
-/* A launch for several arrays gives the bits that a launch for each array gives. */
+/* One launch for several arrays gives the same bits as one launch for each array. */
 static void
 norms_of_a_list_are_those_of_its_spans(double order)
 {
@@ -203,7 +202,8 @@ norms_of_a_list_are_those_of_its_spans(double order)
     }
 }
 
-/* As many parts as a large model's units leave together; whole numbers, so that any order has one sum. */
+/* The largest count is that of all units of a large model together. The values are whole numbers, so that
+ * their sum does not depend on the order. */
 static void
 many_parts_are_summed_each_once(void)
 {

@@ -1,4 +1,4 @@
-/* The simulated NCCL: values, order, mismatches, misuse, between processes and between threads. */
+/* Tests of the simulated NCCL between processes and between threads: values, order, mismatches, misuse. */
 #include <dlfcn.h>
 
 #include "gpu.h"
@@ -19,7 +19,7 @@ static fsdpc_nccl_id unique_ids[2]; /* ids for two communicators, made before th
         }                                                               \
     } while (0)
 
-/* Threads share one device, processes have a device each. */
+/* Ranks that are threads share one device. A rank that is a process has a device of its own. */
 static void
 rank_begin(int rank, const ranks_run *run)
 {
@@ -75,14 +75,15 @@ run_ranks_as(const char *what, int world, bool threads, int option, rank_functio
 
 static const fsdpc_dtype types[] = {FSDPC_F32, FSDPC_F64, FSDPC_F16, FSDPC_BF16};
 
-/* The value that rank r puts at place i. */
+/* Returns the value that rank r has at index i. */
 static double
 input(int r, int64_t i)
 {
     return (double)((i * 7 + r * 13) % 101 - 50) / 8 + r;
 }
 
-/* The expected result: ranks in the ring's order, rounded to the type after each step. */
+/* Returns the expected result: the values of the ranks are added in the ring's order, and the sum is rounded
+ * to the type after each step. */
 static double
 ring(fsdpc_dtype type, int world, int destination, int64_t i, fsdpc_nccl_op op)
 {
@@ -210,7 +211,7 @@ every_collective(int rank, ranks_run *run)
             check_all_reduce(&c, FSDPC_NCCL_MAX);
             check_all_reduce(&c, FSDPC_NCCL_MIN);
             check_broadcast(&c);
-            if (!run->threads) { /* among threads it would wait for the others' streams */
+            if (!run->threads) { /* with threads, freeing would wait for other ranks' streams */
                 REQUIRE_CU(cuMemFree(block));
             }
         }
@@ -221,7 +222,8 @@ every_collective(int rank, ranks_run *run)
 
 /* --- order --------------------------------------------------------------------------------------------- */
 
-/* Two communicators on two streams. Rank 0 demands nothing until the end: its device goes on by itself. */
+/* Two communicators work on two streams. Rank 0 waits for no stream until the other ranks have finished, so
+ * the device of rank 0 must make progress although nothing polls it. */
 static void
 two_communicators(int rank, ranks_run *run)
 {
@@ -239,7 +241,7 @@ two_communicators(int rank, ranks_run *run)
         CHECK_NCCL(nccl->all_reduce(y, y, 1, FSDPC_NCCL_FLOAT32, FSDPC_NCCL_SUM, reduce, cu(b)),
                    FSDPC_NCCL_SUCCESS);
     }
-    if (rank == 0) { /* the others finish while this rank demands nothing */
+    if (rank == 0) { /* the other ranks finish although this rank waits for no stream */
         for (int r = 1; r < run->world; r++) {
             REQUIRE(rank_await(&run->flags[r], 1));
         }
@@ -275,7 +277,7 @@ groups_and_splits(int rank, ranks_run *run)
     float sum = 0, first = 0;
     for (int r = rank % 2; r < run->world; r += 2) {
         sum += (float)(1 << r);
-        first = (float)(1 << r); /* the greatest rank has the least key */
+        first = (float)(1 << r); /* the greatest rank has the least key, so it is the root */
     }
     CHECK(x[0] == sum && x[1] == first);
     CHECK_NCCL(nccl->destroy(half), FSDPC_NCCL_SUCCESS);
@@ -323,7 +325,7 @@ mismatch(int rank, ranks_run *run)
     } else {
         CHECK(gpu_reported("rank 0") && gpu_reported("rank 1") && gpu_reported("all-gather of 1"));
     }
-    CHECK_CU(cuStreamQuery(stream), CUDA_ERROR_NOT_READY); /* like NCCL, the collective hangs */
+    CHECK_CU(cuStreamQuery(stream), CUDA_ERROR_NOT_READY); /* as with NCCL, the collective hangs */
     CHECK_NCCL(nccl->abort(comm), FSDPC_NCCL_SUCCESS);
     await_stream(stream);
     CHECK_NCCL(nccl->abort(comm), FSDPC_NCCL_INVALID_ARGUMENT);
@@ -350,10 +352,10 @@ not_blocking(int rank, ranks_run *run)
     CHECK_NCCL(nccl->all_reduce(x, x, 1, FSDPC_NCCL_FLOAT32, FSDPC_NCCL_SUM, comm, cu(stream)),
                FSDPC_NCCL_IN_PROGRESS);
     CHECK_NCCL(nccl->all_reduce(x, x, 1, FSDPC_NCCL_FLOAT32, FSDPC_NCCL_SUM, comm, cu(stream)),
-               FSDPC_NCCL_INVALID_USAGE); /* the call before it has not been awaited */
+               FSDPC_NCCL_INVALID_USAGE); /* the previous call is still in progress */
     CHECK_INT(error_of(comm), FSDPC_NCCL_IN_PROGRESS);
     CHECK_INT(error_of(comm), FSDPC_NCCL_IN_PROGRESS);
-    CHECK_INT(simnccl_count().all_reduces, 0); /* not on the stream yet */
+    CHECK_INT(simnccl_count().all_reduces, 0); /* the call is not on the stream yet */
     CHECK_INT(error_of(comm), FSDPC_NCCL_SUCCESS);
     CHECK_INT(simnccl_count().all_reduces, 1);
     await_stream(stream);
@@ -366,7 +368,7 @@ not_blocking(int rank, ranks_run *run)
     CHECK_NCCL(nccl->destroy(comm), FSDPC_NCCL_SUCCESS);
 }
 
-/* A collective is work like any other: using its result needs a wait. */
+/* A collective is work on a stream like any other: a reader of its result must wait for it. */
 static void
 results_need_a_wait(int rank, ranks_run *run)
 {
@@ -382,7 +384,7 @@ results_need_a_wait(int rank, ranks_run *run)
     simgpu_host_read(x, sizeof(float) * (size_t)run->world, "matmul");
     CHECK_INT(simgpu_count().races, 0);
     CHECK_NCCL(nccl->all_gather(x + rank, x, 1, FSDPC_NCCL_FLOAT32, comm, cu(stream)),
-               FSDPC_NCCL_SUCCESS); /* the compute stream may still read */
+               FSDPC_NCCL_SUCCESS); /* the compute stream may still read x */
     await_stream(stream);
     CHECK(gpu_reported("unit 1") && gpu_reported("read by compute (matmul), written by gather "
                                                  "(all-gather), nothing orders them"));

@@ -1,13 +1,13 @@
-/* The norm of all gradients and clipping by it, through the real tree, device and communicator, against sums
- * that the test takes in double precision over all ranks' gradients, which follow from a formula.
- */
+/* Tests of the norm of all gradients and of clipping by this norm, through the real tree, device and
+ * communicator. The expected norms are sums in double precision over the gradients of all ranks, which follow
+ * from a formula. */
 #include <math.h>
 
 #include "waits.h"
 
 enum { UNITS = 6, LAST = 5 };
 
-/* The last unit has a group of its own, of one rank. The unit before it is frozen. */
+/* The group of the last unit consists of one rank only. The unit before the last one is frozen. */
 static const int kinds[UNITS] = {0, 1, 2, 5, 4, 0};
 static const int depths[UNITS] = {0, 1, 1, 1, 1, 1};
 
@@ -40,7 +40,8 @@ open_model(model *m, int rank, const ranks_run *run)
     void *block;
     *m = (model){.rank = rank, .world = run->world};
     REQUIRE_OK(fsdpc_device_cuda(0, &m->device));
-    /* The watching thread must not look: what it sees as done would count as seen by the processor. */
+    /* The communicator's watching thread must not poll during the test. If this thread saw that work is done,
+     * the simulator would record that the processor saw this, too. */
     m->comm = open_twins(m->device, rank, run->world, 0,
                          (fsdpc_comm_nccl_options){.timeout_s = 60, .poll_ms = 30000});
     REQUIRE_OK(fsdpc_comm_self(m->device, &m->alone));
@@ -72,7 +73,8 @@ close_model(model *m)
 
 /* --- gradients that every rank knows --------------------------------------------------------------------- */
 
-/* Element k of a parameter: a fraction that every dtype holds. Each rank has all of the last unit. */
+/* Returns element k of a parameter's gradient: a fraction that every dtype represents exactly. Every rank
+ * holds the whole last unit. */
 static double
 value(int u, int param, int64_t k, int seed)
 {
@@ -108,7 +110,7 @@ add_value(double *total, double p, double each)
     }
 }
 
-/* Over whole parameters, so over every rank's part. */
+/* Returns the norm over whole parameters, which is the norm over the shards of all ranks. */
 static double
 expected_norm(const model *m, double p, int seed)
 {
@@ -126,7 +128,8 @@ expected_norm(const model *m, double p, int seed)
     return isinf(p) ? total : pow(total, 1 / p);
 }
 
-/* The number of elements that are not the formula's times `factor`, as the plain kernels would leave them. */
+/* Returns the number of elements that are wrong. The right elements are the formula's values, scaled by
+ * `factor` with the plain kernels. */
 static int64_t
 count_wrong(const model *m, double factor, int seed)
 {
@@ -216,7 +219,7 @@ norms_are_those_of_all_ranks(int rank, ranks_run *run)
     close_model(&m);
 }
 
-/* One rank has a bad value in its last part; all ranks must know it, in norms of every order. */
+/* Only the last rank has a NaN or an infinity in a gradient. Norms of every order show it on all ranks. */
 static void
 what_is_not_finite_reaches_all(int rank, ranks_run *run)
 {
@@ -249,7 +252,7 @@ what_is_not_finite_reaches_all(int rank, ranks_run *run)
     close_model(&m);
 }
 
-/* Gradients of no unit come as parts of the norm. Without `scale` no gradient changes. */
+/* Gradients that belong to no unit enter the norm as extra parts. Without `scale` no gradient changes. */
 static void
 other_gradients_count(int rank, ranks_run *run)
 {
@@ -305,7 +308,7 @@ has_grads(const fsdpc_unit *unit)
     return any;
 }
 
-/* On a rank that has all of them, parameters of full lines are one stretch. */
+/* On a rank that holds whole parameters, gradients without padding between them form one memory range. */
 static void
 a_unit_is_one_launch(int rank, ranks_run *run)
 {
@@ -359,11 +362,11 @@ the_second_call_allocates_nothing(int rank, ranks_run *run)
         CHECK_INT(after.host_syncs - before.host_syncs, 0);
         CHECK_INT(after.events_created - before.events_created, 0);
         CHECK_INT(after.host_allocations - before.host_allocations, 0);
-        if (call == 1) { /* the first call makes its memory, which is zeroed */
+        if (call == 1) { /* only the first call allocates and zeroes memory */
             CHECK_INT(after.allocations - before.allocations, 0);
             CHECK_INT(simgpu_calls("cuEventQuery"), queries);
         }
-        /* With two groups the larger one takes two sums. */
+        /* A group of several ranks takes two sums: one of this rank's parts and one over the ranks. */
         CHECK_INT(after.launches - before.launches, 2 * measured + (m.world > 1 ? 3 : 2) + 1);
         CHECK_INT(simnccl_count().all_gathers - gathers, m.world > 1);
     }

@@ -1,9 +1,9 @@
-/* Units whose own values lie in pinned host memory, through the real exchange, device and communicator.
+/* Tests of units whose shards lie in pinned host memory, through the real exchange, device and communicator.
  *
- * Two models train side by side: one with its values on the GPU, one with them offloaded. The optimizer
- * of the first is an operator of torch, that of the second is the processor. After every step their
- * gradients, masters and gathered values are equal bit for bit. Then waits are left out.
- */
+ * Two models train side by side: one with its shards on the GPU, one with offloaded shards. The first model's
+ * optimizer works on the GPU like an operator of torch, the second model's optimizer on the processor. After
+ * every step, gradients, masters and gathered values of the two models must be equal bit for bit. Then waits
+ * are left out one by one. */
 #include "steps.h"
 
 enum { FROZEN = 4, SIDES = 2, OFFLOADED = 1 };
@@ -12,13 +12,13 @@ static const int several[UNITS] = {0, 1, 2, 5, 4};
 
 typedef struct pair {
     model sides[SIDES];
-    int first; /* the first side that trains; OFFLOADED: it trains alone */
+    int first; /* the first side that trains; OFFLOADED: only the offloaded side trains */
     ranks_run *run;
 } pair;
 
 typedef void (*pair_case)(pair *p);
 
-/* Makes the same call on each side. */
+/* Makes the same call for each side that trains. */
 #define BOTH(call)                               \
     do {                                         \
         for (int w = p->first; w < SIDES; w++) { \
@@ -34,7 +34,8 @@ static struct {
     pair_case with;
 } pair_setup;
 
-/* The watching thread must not look: what it sees as done would count as seen by the processor. */
+/* The communicator's watching thread must not poll during the test. If this thread saw that work is done, the
+ * simulator would record that the processor saw this, too. */
 static void
 open_side(model *m, int which, int rank, int world)
 {
@@ -114,7 +115,7 @@ move_piece(const fsdpc_unit *unit, int s)
     }
 }
 
-/* The optimizer's step; `clear`: then the gradients are set to None. */
+/* Makes the optimizer's step. With `clear`, the gradients are set to None after the step. */
 static void
 move(pair *p, bool clear)
 {
@@ -203,7 +204,8 @@ keep_local(model *m, int u, int step)
     return fsdpc_tree_keep_local(m->tree, u, m->grads[u].tensors);
 }
 
-/* A backward from the last trainable unit down to `last`; gradients are sent (`sync`) or kept. */
+/* Runs backward from the last trainable unit down to `last`. Gradients are reduced if `sync` is true;
+ * otherwise they are kept on the rank. */
 static int
 pass_units(pair *p, int step, int last, bool sync)
 {
@@ -221,7 +223,7 @@ static int
 pass_backward(pair *p, int step, bool sync)
 {
     FSDPC_TRY(pass_units(p, step, ROOT, sync));
-    /* The frozen unit comes behind the last gradient that is sent. */
+    /* In backward, the frozen unit is entered after the last gradient is sent. */
     BOTH(fsdpc_tree_backward_enter(m->tree, FROZEN));
     use_both(p, FROZEN);
     BOTH(fsdpc_tree_drop_hold(m->tree, FROZEN));
@@ -260,7 +262,8 @@ trains_alike(pair *p)
         for (int how = PLAIN; how <= NO_SYNC; how++) {
             CHECK_INT(train_both(p, step, how), FSDPC_OK);
         }
-        /* After an evaluation the next values are loaded at once. */
+        /* Right after an evaluation, the test loads the next values. It does not wait for the gathers
+         * itself. */
         CHECK_INT(pass_forward(p, false), FSDPC_OK);
         load_masters(p, step + 1);
     }
@@ -270,7 +273,7 @@ trains_alike(pair *p)
 
 /* --- what a step costs ---------------------------------------------------------------------------------- */
 
-/* With one rank only the processor looks at events. */
+/* With one rank no watching thread polls events, so only waits of the processor query them. */
 static void
 the_host_waits_once(pair *p)
 {
@@ -287,7 +290,7 @@ the_host_waits_once(pair *p)
     CHECK(simgpu_calls("cuEventQuery") > queries);
     queries = simgpu_calls("cuEventQuery");
     move(p, true);
-    for (int u = 0; u < UNITS; u++) { /* the wait at the end of backward was for all units */
+    for (int u = 0; u < UNITS; u++) { /* the end of backward waited for all units already */
         CHECK_INT(fsdpc_unit_settle(m->units[u]), FSDPC_OK);
     }
     CHECK_INT(simgpu_calls("cuEventQuery"), queries);
@@ -295,7 +298,7 @@ the_host_waits_once(pair *p)
     expect_no_reports();
 }
 
-/* Own values and gradients lie in host memory. */
+/* The shards and gradients of offloaded units lie in host memory. */
 static void
 memory_is_the_hosts(pair *p)
 {
@@ -311,7 +314,8 @@ memory_is_the_hosts(pair *p)
 
 /* --- own values outside of a step ------------------------------------------------------------------------- */
 
-/* Each call on own values that the processor serves waits by itself for a gather or a sum on its way. */
+/* The processor serves calls on a unit's shard or gradients. Each such call waits until no gather or sum in
+ * flight uses this memory. */
 static void
 calls_on_own_values_wait(pair *p)
 {
@@ -324,7 +328,7 @@ calls_on_own_values_wait(pair *p)
         load_masters(p, call);
         CHECK_INT(train_both(p, 0, PLAIN), FSDPC_OK);
         load_masters(p, call + 1);
-        /* A backward that breaks off: its gathers and sums go on. */
+        /* This backward breaks off, but its gathers and sums stay in flight. */
         CHECK_INT(pass_forward(p, true), FSDPC_OK);
         CHECK_INT(pass_units(p, 1, 2, true), FSDPC_OK);
         CHECK(unit->in_flight[FSDPC_MASTER] && unit->in_flight[FSDPC_GRAD]);
@@ -346,7 +350,7 @@ calls_on_own_values_wait(pair *p)
 
 /* --- planted faults --------------------------------------------------------------------------------------- */
 
-/* The fault is in the second step or in the evaluation after it. */
+/* The call that is left out belongs to the second step or to the evaluation after it. */
 static void
 with_a_fault(pair *p)
 {

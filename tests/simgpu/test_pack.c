@@ -1,7 +1,7 @@
-/* Many tensors packed into one buffer by one launch, alone and added to what a base holds, on the GPU and on
- * the CPU device, against kernels of the CPU tensor by tensor: every pair of types, addresses on and off a
- * boundary, strides, broadcasts, missing tensors, gaps that are zeroed or left alone, NaNs.
- */
+/* Tests of one launch that packs many tensors into one buffer, with and without adding them to a base. The
+ * results on the GPU and on the CPU device must equal those of CPU kernels that take one tensor at a time.
+ * The cases cover every pair of types, addresses on and off a boundary, strides, broadcasts, missing tensors,
+ * gaps that are zeroed or left unchanged, and NaNs. */
 #include <stdlib.h>
 
 #include "device/device.h"
@@ -10,7 +10,7 @@
 
 enum { FEW = 24, MANY = 400, IN_PARAMETERS = 384, DIMS = 5, GUARD = 0x5A };
 #ifdef __SANITIZE_ADDRESS__
-enum { ROUNDS = 16, SIDE = 18 }; /* so many that each pair of make_pack()'s choices occurs */
+enum { ROUNDS = 16, SIDE = 18 }; /* enough rounds that each pair of make_pack()'s choices occurs */
 #else
 enum { ROUNDS = 40, SIDE = 40 };
 #endif
@@ -49,8 +49,9 @@ typedef struct pack {
     bool adds, in_place, strided;
 } pack;
 
-/* Makes a permuted, stepped view of its own memory, with a stride of 0 now and then; else a flat source, at
- * times of several tiles. Half of all begin where no vector can be loaded. Returns the number of elements. */
+/* Makes a source: either a permuted view with steps and with some strides of 0, or a flat source, which
+ * sometimes has several tiles. Half of the sources begin at an address that is not aligned for vector loads.
+ * Returns the number of elements. */
 static int64_t
 make_source(pack *p, int i, fsdpc_dtype type)
 {
@@ -86,7 +87,7 @@ gap(fsdpc_dtype type)
     return below(8) ? (size_t)below(3) * item : 20000 / item * item;
 }
 
-/* All destinations have one type; if nothing is added, some have types of their own. */
+/* If something is added, all destinations have one type. Otherwise some destinations have other types. */
 static void
 make_pack(pack *p, int round, int count)
 {
@@ -109,7 +110,7 @@ make_pack(pack *p, int round, int count)
     p->bytes += 16;
 }
 
-/* What the CPU device makes of one tensor. */
+/* Computes, with the CPU device, the result that the pack must have for tensor i. */
 static void
 want_one(const pack *p, int i, char *dst, const char *base, double scale)
 {
@@ -137,7 +138,7 @@ want_one(const pack *p, int i, char *dst, const char *base, double scale)
     free(sum);
 }
 
-/* True if all targets are as wanted and all that lies between them is unchanged from `want`. */
+/* Returns true if all targets are as wanted and the bytes between the targets equal those in `want`. */
 static bool
 packed_as_wanted(const pack *p, const char *buffer, char *want, double scale)
 {
@@ -160,7 +161,7 @@ run_pack(const pack *p, fsdpc_device *device, const fsdpc_pack_plan *plan, char 
                    : fsdpc_device_pack_onto(device, plan, buffer, NULL, p->sources, scale);
 }
 
-/* Packs twice by the same plan: the second time nothing is made. */
+/* Packs twice with one plan. The second time nothing may be allocated. */
 static void
 compare(const pack *p, fsdpc_device *device, double scale)
 {

@@ -1,17 +1,17 @@
-/* Units that are prefetched and then not used: in a backward that does not come to them, in a forward that
- * ends, or breaks off, before them. Their gathers read shards, so the optimizer's step, which is next on the
- * caller's stream, must come behind the gathers. It follows in each test, under several policies, and each
- * wait is left out once.
- */
+/* Tests of units that are prefetched and then not used: backward passes them by, or a forward ends or breaks
+ * off before them. The gathers of such units read shards, so the optimizer's step, which is the next work on
+ * the caller's stream, must wait for these gathers. The step follows in each test, under several policies,
+ * and each wait is left out once. */
 #include "steps.h"
 #include "exchange/exchange_impl.h"
 
-/* Kinds of units; none is one that a rank shows from its own shard, without a gather. */
+/* Kinds of units (engine.h). Units that are prefetched and not used are of kind 1, whose values are cast.
+ * Therefore they are gathered even if there is only one rank. */
 static const int gathered[UNITS] = {0, 1, 1, 5, 1};
 
 enum { FIRST = 1, SECOND, THIRD, POISONED = 8 };
 
-/* How a forward ends that has prefetched a unit and does not come to it. */
+/* The ways in which a forward can end after it has prefetched a unit that it does not use. */
 enum { NO_BACKWARD, PASSED_BY, BROKE_OFF, EVALUATED, ENDS };
 
 static void
@@ -33,7 +33,7 @@ expect_clean(const model *m)
 
 /* --- no wait is missing ---------------------------------------------------------------------------- */
 
-/* Unit 1 is prefetched when unit 2 begins its backward. */
+/* Unit 1 is prefetched when unit 2 begins its backward, but backward does not use unit 1. */
 static void
 a_backward_passes_a_unit_by(model *m)
 {
@@ -43,7 +43,7 @@ a_backward_passes_a_unit_by(model *m)
     expect_clean(m);
 }
 
-/* Unit 2 is prefetched when unit 1 begins its forward, and nothing comes to it. */
+/* Unit 2 is prefetched when unit 1 begins its forward, but unit 2 is not used. */
 static int
 short_forward(model *m, int step, int end)
 {
@@ -59,7 +59,7 @@ short_forward(model *m, int step, int end)
         return fsdpc_tree_forward_failed(m->tree, ROOT);
     }
     FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, FIRST, grad));
-    if (end == PASSED_BY) { /* unit 3's wait implies that for unit 2 */
+    if (end == PASSED_BY) { /* the wait for unit 3 implies the wait for unit 2 */
         FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, THIRD));
         use(m, THIRD, step);
         FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, THIRD, grad));
@@ -80,7 +80,7 @@ a_forward_ends_before_a_unit(model *m)
     expect_clean(m);
 }
 
-/* A later forward may still come to the unit: it finds what was prefetched. */
+/* A forward that uses the unit later finds the values that were prefetched. */
 static void
 a_late_user_finds_its_values(model *m)
 {
@@ -124,7 +124,8 @@ what_nobody_wanted_is_poisoned_too(model *m)
 
 /* --- captures -------------------------------------------------------------------------------------- */
 
-/* What was prefetched outside of a capture is put away inside of one, and the other way round. */
+/* A capture drops the values that were prefetched before it. Values that a capture has prefetched are dropped
+ * after the capture. */
 static void
 captures_leave_it_behind(model *m)
 {
@@ -133,7 +134,7 @@ captures_leave_it_behind(model *m)
     CHECK_INT(train(m, 1), FSDPC_OK);
     set_masters(m, 1);
     CHECK_INT(short_forward(m, 1, NO_BACKWARD), FSDPC_OK);
-    m->quiet = true; /* nothing is gathered in a capture: values differ */
+    m->quiet = true; /* captured gathers do not run, so values are wrong */
     CUstream stream = begin_capture(m);
     CHECK_INT(pass(m, 1), FSDPC_OK);
     CHECK_CU(end_capture(m, stream), CUDA_SUCCESS);
@@ -149,7 +150,8 @@ captures_leave_it_behind(model *m)
 
 /* --- planted faults -------------------------------------------------------------------------------- */
 
-static int planted_end = -1; /* how a forward ends; -1: a backward passes a unit by */
+/* How the forward ends. -1: the forward is complete, but backward passes unit FIRST by. */
+static int planted_end = -1;
 
 static void
 with_a_fault(model *m)

@@ -1,15 +1,12 @@
-/* Random programs against the simulator's two claims:
- *
- *   whether a program has a race is found in every schedule, and in all of them alike;
- *   a program without one leaves the same values in every schedule.
- */
+/* Random programs test two claims of the simulator. First, all schedules of a program agree on whether the
+ * program has a race. Second, a program without a race leaves the same values in every schedule. */
 #include "gpu.h"
 
 enum { PROGRAMS = 400, CALLS = 40, STREAMS = 3, BUFFERS = 4, EVENTS = 4, FLOATS = 8 };
 
 typedef struct call {
     enum { LAUNCH, RECORD, WAIT, SYNC, ASK, FILL, KINDS } kind;
-    int stream; /* STREAMS: the NULL stream */
+    int stream; /* an index; STREAMS stands for the NULL stream */
     int event, dst, src, from, count;
     float add;
 } call;
@@ -23,7 +20,8 @@ draw(int below)
     return (int)((state >> 33) % (uint64_t)below);
 }
 
-/* Half of the programs (`careful`) wait and record around each launch, so that some have no race. */
+/* Half of the programs (`careful`) wait for an event before each launch and record an event after it, so that
+ * some of these programs have no race. */
 static void
 make_program(call *program, bool careful)
 {
@@ -38,7 +36,8 @@ make_program(call *program, bool careful)
                     .from = draw(FLOATS),
                     .add = (float)draw(1000) / 8};
         c->count = 1 + draw(FLOATS - c->from);
-        if (careful && i >= 2 && i % 3 == 2) { /* wait, launch, record, mostly with one event */
+        /* Three calls become a wait, a launch and a record, mostly with event 0. */
+        if (careful && i >= 2 && i % 3 == 2) {
             program[i - 2].kind = WAIT;
             program[i - 1].kind = LAUNCH;
             c->kind = RECORD;

@@ -1,8 +1,8 @@
-/* Replicas, one rank alone, and gradients that wait, through the real exchange on the simulated GPU: 1 to 4
- * ranks as 1 to 3 replicas of 1 or 2 shards, micro-batches without communication, units with two
- * gradients in a backward, strided and missing gradients. No race, right sums; nothing is allocated
- * after the first micro-batch; each wait left out is found.
- */
+/* Tests of replicas, of one rank alone, and of gradients that are not communicated at once, through the real
+ * exchange on the simulated GPU. There are 1 to 3 replicas, and each replica has 1 or 2 shards. The cases
+ * cover micro-batches without communication, units with two gradients in one backward, and strided and
+ * missing gradients. No race may be found, the sums must be right, and nothing may be allocated after the
+ * first step. Each wait that is left out must be found. */
 #include "steps.h"
 
 enum { PLAIN, LOCAL, TWICE, STRIDED, SCENARIOS };
@@ -120,7 +120,7 @@ one_step(model *m, int step)
     return FSDPC_OK;
 }
 
-/* What the models are like that are opened next. */
+/* The properties of the models that are opened next. */
 static struct setup {
     int replicas, scenario;
     const int *kinds;
@@ -168,7 +168,7 @@ a_micro_batch_costs_one_launch_a_unit(model *m)
 
 /* --- planted faults ------------------------------------------------------------------------------- */
 
-/* Leaves out a wait of the second step. */
+/* Leaves out a wait in the second step. */
 static void
 with_a_fault(model *m)
 {

@@ -1,10 +1,9 @@
-/* The model of the schedule: right in every order, and each planted fault found.
+/* The model of the schedule must be right in every order, and each planted fault must be found.
  *
- * Every fault runs in all schedules. It must be found in each of them by what does not depend on
- * the schedule: the clocks, the mappings, the driver's own refusals or the list of leaks. The table
- * says by which, and in how many schedules the final weights were wrong as well: how much a test
- * would see that only compares values.
- */
+ * Every fault runs in all schedules. In each schedule, one of these means must find the fault: the clocks,
+ * the mappings, the driver's own refusals or the list of leaks. These means do not depend on the schedule.
+ * The printed table names the means. The table also says in how many schedules the final weights were wrong:
+ * a test that only compares values would find the fault in these schedules only. */
 #include "gpu.h"
 #include "model.h"
 

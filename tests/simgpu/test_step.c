@@ -1,10 +1,9 @@
-/* The parts that a training step on GPUs is made of, together: the real CUDA device, the real NCCL
- * communicator, the real kernels, on two ranks of the simulated GPU.
+/* The components of a training step on GPUs work together: the real CUDA device, the real NCCL communicator
+ * and the real kernels, on two ranks of the simulated GPU.
  *
- * The schedule is that of model.c. It is right in every order; then each wait of the last step is
- * left out by the driver, one after the other: either a race is reported, or nothing changed in any
- * schedule because something else orders the work.
- */
+ * The schedule is that of model.c and must be right in every order. Then the driver leaves out each wait of
+ * the last step, one at a time. Either a race is reported, or the wait is redundant: other waits order the
+ * same work, and no schedule gives other values. */
 #include "comm/comm_nccl.h"
 #include "gpu.h"
 #include "ranks.h"
@@ -23,7 +22,7 @@ typedef struct engine {
     char *parts;
     fsdpc_pack_plan *plan;
     fsdpc_event *gathered[UNITS], *released[SLOTS], *packed[SLOTS], *reduced[SLOTS], *stepped;
-    int64_t first_wait, last_wait; /* wait calls made before and after the last step */
+    int64_t first_wait, last_wait; /* numbers of wait calls before and after the last step */
     simgpu_counters before, after; /* counters before and after the last step */
 } engine;
 
@@ -133,7 +132,7 @@ gather(engine *e, int unit)
     CHECK_INT(fsdpc_device_wait(e->device, e->gathered[unit]), FSDPC_OK);
 }
 
-/* The program is the compute stream: it reads the slot itself. */
+/* The program's own work counts as work on the compute stream, so the program reads the slot itself. */
 static void
 use(engine *e, int unit, float *act)
 {
@@ -209,11 +208,12 @@ step(engine *e)
     CHECK_INT(fsdpc_device_record(e->device, e->stepped), FSDPC_OK);
 }
 
-/* Some steps from equal shards, with the wait `skipped` of the last step left out (0: none). */
+/* Trains for STEPS steps. The shards begin with the same values in every call. In the last step, wait number
+ * `skipped` is left out; 0: no wait is left out. */
 static void
 train(engine *e, int skipped, float *shards)
 {
-    CHECK_CU(cuCtxSynchronize(), CUDA_SUCCESS); /* no work of the run before is left */
+    CHECK_CU(cuCtxSynchronize(), CUDA_SUCCESS); /* no work of an earlier run is left */
     simgpu_host_write(e->shards, UNITS * PIECE * sizeof(float), "set");
     simgpu_host_write(e->grads, UNITS * PIECE * sizeof(float), "set");
     for (int i = 0; i < UNITS * PIECE; i++) {
@@ -247,7 +247,8 @@ static void
 check_counts(const engine *e)
 {
     const simgpu_counters *a = &e->before, *b = &e->after;
-    CHECK_INT(b->launches - a->launches, 5 * UNITS); /* two casts, a pack, a sum, a norm */
+    /* Each unit has two casts, a pack, a sum and a norm. */
+    CHECK_INT(b->launches - a->launches, 5 * UNITS);
     CHECK_INT(b->collectives - a->collectives, 3 * UNITS);
     CHECK_INT(b->allocations - a->allocations, 0);
     CHECK_INT(b->host_allocations - a->host_allocations, 0);
@@ -264,7 +265,7 @@ on_a_rank(int rank, ranks_run *run)
     int found = 0, redundant = 0;
     gpu_start();
     simnccl_reset();
-    REQUIRE_OK(fsdpc_device_cuda(0, &e.device)); /* the device lives as long as the process */
+    REQUIRE_OK(fsdpc_device_cuda(0, &e.device)); /* the device is never freed */
     int64_t live = fsdpc_mem_live(), device_bytes = simgpu_count().device_bytes;
     start(&e, rank);
     for (int p = 0; p < POLICIES; p++) {
@@ -297,9 +298,12 @@ on_a_rank(int rank, ranks_run *run)
         fflush(stdout);
     }
     CHECK_INT(waits, UNITS * 2 * 3 + UNITS * 2 + SLOTS);
-    /* Waits that others imply: for the optimizer's end after the first gather (7), for the readers of the
-     * slots in the first gathers (2) and of the last forward unit but one in backward (1), for the reduce
-     * slots of the first packs (2), for the last sum but one before the optimizer (1). */
+    /* These waits are implied by other waits:
+     * - the wait for the optimizer in each gather except the first one (7),
+     * - the wait for the slot's readers in the first gather into each slot (2),
+     * - the wait for the slot's readers in the backward gather of the second-to-last unit (1),
+     * - the wait for the reduce slot in the first pack into each slot (2),
+     * - the optimizer's wait for the second-to-last sum (1). */
     CHECK_INT(redundant, 7 + 2 + 1 + 2 + 1);
     finish(&e);
     CHECK_INT(simgpu_count().faults, 0);

@@ -1,10 +1,11 @@
-/* What a training step costs on a GPU, per unit, counted on the simulated one: launches, gathers, reductions,
- * allocations, waits of the host, and bytes moved. Two ranks, units of one size, in several precisions.
+/* The cost of a training step on a GPU, per unit, counted on the simulated GPU: launches, gathers,
+ * reductions, allocations, waits of the host, and bytes moved. There are two ranks and units of one size, in
+ * several precisions.
  *
- * Bytes are per unsharded parameter. What falls with the number of ranks (casting and summing shards) is
- * counted apart; what does not is what a large job pays: both gathers write every parameter, the pack
- * reads every gradient and writes it, and the reduction reads it.
- */
+ * Bytes are per unsharded parameter. Casting and summing shards costs less with more ranks and is counted
+ * separately. The other bytes do not depend on the number of ranks, so a large job pays all of them: both
+ * gathers write every parameter, the pack reads and writes every gradient, and the reduction reads every
+ * gradient. */
 #include "steps.h"
 
 enum { NUMEL = 40000, MOST = 6 };
@@ -83,7 +84,8 @@ open_precise(model *m, int rank, const ranks_run *run)
     REQUIRE_OK(fsdpc_tree_new(m->units, depths, UNITS, &options, &m->tree));
 }
 
-/* Sends the gradients of all units that are due: one tensor in the compute dtype serves for all of them. */
+/* Reduces the gradients of each unit whose reduction is due now. One buffer in the compute dtype serves as
+ * every gradient. */
 static int
 send_ready(model *m, void *memory, bool at_end)
 {
@@ -118,7 +120,8 @@ one_step(model *m, void *memory)
     return fsdpc_tree_end_backward(m->tree, true);
 }
 
-/* From the layout: what every gather writes, what a pack reads and writes, what a reduction reads. */
+/* Computes from the layout the bytes that both gathers write (*gathered), that a pack reads and writes
+ * (*packed), and that a reduction reads (*reduced). Returns the sum. */
 static double
 whole_bytes(const model *m, double *gathered, double *packed, double *reduced)
 {
@@ -137,7 +140,7 @@ whole_bytes(const model *m, double *gathered, double *packed, double *reduced)
     return *gathered + *packed + *reduced;
 }
 
-/* The bytes that launches move of shards, per element of a shard. */
+/* Returns the bytes of shards that the launches of a step read and write, per element of a shard. */
 static double
 shard_bytes(const model *m, double gathers)
 {
@@ -165,9 +168,9 @@ check_bytes(const model *m, const costs *a, const costs *b, double gathers)
                             a->gpu.bytes_written) /
                    all;
     double expected = packed + shard_bytes(m, gathers) / m->world;
-    /* The rest is lists of tensors, padding and used bits. */
+    /* The difference consists of lists of tensors, padding and used bits. */
     CHECK(fabs(moved - expected) < 0.03 * expected);
-    /* What NCCL was given: pieces for the gathers, whole buffers for the reductions. */
+    /* The bytes that a rank gives to NCCL: its piece for a gather, and the whole buffer for a reduction. */
     double sent = (double)(b->nccl.bytes_sent - a->nccl.bytes_sent) / all;
     double sending = gathered / 2 * gathers / m->world + reduced;
     CHECK(fabs(sent - sending) < 0.03 * sending);
@@ -197,7 +200,7 @@ measure(model *m)
     CHECK(launches <= 4 * UNITS);
     CHECK(gathers <= 2 * UNITS && gathers > UNITS);
     CHECK_INT(scatters, UNITS * trains);
-    /* All segments of a unit take one call of NCCL. */
+    /* All segments of a unit are joined in one group of NCCL calls. */
     CHECK_INT(b.nccl.joined - a.nccl.joined, gathers * (per_gather - 1) + UNITS * (trains - 1));
     if (m->rank == 0) {
         printf("| %-25s | %.1f launches, %.1f gathers, %.1f reductions, 0 allocations, 0 waits |\n",

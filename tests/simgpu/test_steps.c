@@ -1,7 +1,7 @@
-/* Optimizer steps, packed activations and codes on the simulated GPU, equal to those of the processor bit for
- * bit (where a NaN came out, only that there is one): every rule, types, ends of tensors, empty tensors,
- * addresses off a boundary, indices beyond 2^32, values that are not finite, what only the device knows.
- */
+/* Optimizer steps, packed activations and codes on the simulated GPU must equal those of the processor bit
+ * for bit; where the processor gives a NaN, the GPU must give any NaN. The cases cover every rule, types,
+ * ends of tensors, empty tensors, addresses off a boundary, indices beyond 2^32, values that are not finite,
+ * and factors that lie in device memory only. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -25,7 +25,7 @@ static const int64_t firsts[] = {0,
                                  ((int64_t)1 << 33) + 7,
                                  ((int64_t)1 << 40) + 4096};
 static fsdpc_device *gpu;
-static double size = 1; /* the size of the numbers */
+static double size = 1; /* the factor of random values */
 static uint64_t state = 11;
 
 static int64_t
@@ -34,7 +34,7 @@ below(int64_t n)
     return (int64_t)(engine_random(&state) % (uint64_t)n);
 }
 
-/* A block of memory on the device, and the same on the host. */
+/* A block of memory on the device and a block with the same contents on the host. */
 struct block {
     char *device, *host;
     size_t bytes;
@@ -59,7 +59,7 @@ memory(size_t bytes)
     return (void *)(uintptr_t)block;
 }
 
-/* A block that begins 0 to 3 elements behind a 16-byte boundary. */
+/* Returns a block whose elements begin 0 to 3 elements behind a 16-byte boundary. */
 static struct block
 block_of(fsdpc_dtype type, int64_t n)
 {
@@ -129,7 +129,7 @@ same(const struct block *block)
     return true;
 }
 
-/* What a rule's tensors look like. */
+/* The rule and the properties of the tensors of one case. */
 struct shape {
     fsdpc_optim_rule rule;
     fsdpc_optim_states how;
@@ -357,13 +357,14 @@ states_of_8_bits(void)
         shape.tensors = 1 + below(4);
         shape.types[0] = types[round % 3];
         shape.types[1] = types[round / 3 % 3];
-        size = round % 4 == 2 ? 1e-38 : 1; /* scales become too small for a reciprocal */
+        size = round % 4 == 2 ? 1e-38 : 1; /* some scales are too small for a reciprocal */
         try_shape(&shape);
     }
     size = 1;
 }
 
-/* The scale and the clipping factor come from the device, and not from the host's rule, which has others. */
+/* The step uses the gradient scale and the clipping factor on the device. The host's rule has other values,
+ * which the step must not use. */
 static void
 the_device_knows_scale_and_factor(void)
 {
@@ -381,7 +382,7 @@ the_device_knows_scale_and_factor(void)
     shape.rule.grad_scale = shape.rule.clip = 5;
     step_device(&shape.rule, FSDPC_OPTIM_WHOLE, &control, all);
     compare(&shape, all, true);
-    /* Where a gradient was not finite, no parameter moves and no step is counted. */
+    /* The value 1 says that a gradient was not finite. Then no parameter changes and no step is counted. */
     values[1] = 1;
     for (int i = 0; i < all->count; i++) {
         all->begun[i]++;
@@ -409,8 +410,8 @@ ranges_of_one_parameter_share_a_counter(void)
     step_host(&shape, all);
     const int64_t before = simgpu_count().launches;
     step_device(&shape.rule, FSDPC_OPTIM_WHOLE, &nothing, all);
-    CHECK_INT(simgpu_count().launches - before,
-              3); /* step counts of 32 tensors, of 8, then the step of all */
+    /* Two launches count the steps of 32 and of 8 tensors. A third launch makes the step of all tensors. */
+    CHECK_INT(simgpu_count().launches - before, 3);
     compare(&shape, all, true);
     memcpy(all->steps, own, sizeof own);
     unmake(all);
@@ -449,8 +450,9 @@ activations(void)
     CHECK_INT(simgpu_reports(), 0);
 }
 
-/* Codes of rows in several pieces; what pads codes stays as it was. Codes in blocks that are not finite are
- * not compared. In every second round what earlier codes lost is added. */
+/* Rows are encoded in several pieces; the bytes that pad codes must not change. Codes of blocks with values
+ * that are not finite are not compared. In every second round, the error of earlier codes is added to the
+ * values. */
 static void
 codes(void)
 {
@@ -515,7 +517,8 @@ codes(void)
     CHECK_INT(simgpu_reports(), 0);
 }
 
-/* Sums of codes equal those of decoded values. One segment has a codec, one none; the device encodes. */
+/* The sum of coded values must equal the sum of the decoded values. One segment has a codec, the other has
+ * none. The device encodes the values. */
 static void
 sums_of_codes(void)
 {
@@ -607,7 +610,7 @@ sums_of_codes(void)
     CHECK_INT(simgpu_reports(), 0);
 }
 
-/* One launch takes as many codings as fit its parameters. */
+/* One launch takes as many codings as fit into its parameters. */
 static void
 many_codings_take_few_launches(void)
 {

@@ -1,14 +1,16 @@
-/* Ranks that mean different units on the simulated GPU get an error on each of them, never other values that
- * nobody notices; and in a step that goes as the one before, nothing is compared.
- */
+/* If ranks gather or reduce different units at the same turn on the simulated GPU, each of these ranks gets
+ * an error, so that wrong values are never used unnoticed. If a step repeats the order of the previous step,
+ * nothing is compared. */
 #include "steps.h"
 #include "exchange/exchange_stream_impl.h"
 #include "tree/tree_impl.h"
 
-static const int alike[UNITS]; /* all collectives have one size: only the order tells them apart */
+/* Kinds of units (engine.h). All units are of kind 0, so all gathers have one size, and so have all
+ * reductions. Only the order of the collectives differs between ranks. */
+static const int alike[UNITS];
 static const int plain[UNITS] = {0, 1, 2, 3, 4}, swapped[UNITS] = {0, 1, 4, 3, 2};
 
-/* With `late` a unit is reduced after the next one is gathered, instead of before. */
+/* With `late`, a unit is reduced after the next unit is gathered, instead of before. */
 static int
 step_late(model *m, const int *order, int step, bool late)
 {
@@ -36,7 +38,7 @@ step_in_order(model *m, const int *order, int step)
     return step_late(m, order, step, false);
 }
 
-/* A run's option: the order of units is trusted. */
+/* The option of a run in which the order of units is trusted. */
 enum { TRUSTED = 10 };
 
 static void
@@ -44,13 +46,14 @@ open_alike(model *m, int rank, const ranks_run *run)
 {
     *m = (model){.rank = rank, .world = run->world, .replicas = 1, .kinds = alike};
     m->trust_order = run->option == TRUSTED;
-    m->quiet = m->all_used = m->no_prefetch = true; /* prefetch follows the pass before */
+    m->quiet = m->all_used = m->no_prefetch = true; /* a prefetch would follow the last order */
     REQUIRE_OK(fsdpc_device_cuda(0, &m->device));
     m->comm = open_comm(m, rank, run->world, 0, false);
     open_tree(m);
 }
 
-/* In the first step the last rank takes another turn. All ranks are told before anything is mixed up. */
+/* In the first step the last rank gathers the units in another order. All ranks get an error before any value
+ * is mixed up. */
 static void
 a_new_turn_is_compared_first(model *m)
 {
@@ -62,8 +65,9 @@ a_new_turn_is_compared_first(model *m)
     CHECK_INT(m->wrong, 0);
 }
 
-/* A rank that holds the slot of the unit would gather into memory that is not registered, the others into
- * registered memory, for which NCCL runs other kernels. */
+/* The last rank still uses unit 1 in the slot that unit 3 needs. This rank would gather unit 3 into spare
+ * memory, which is not registered. The other ranks would gather into registered memory, for which NCCL runs
+ * other kernels. */
 static void
 spare_memory_on_one_rank(model *m)
 {
@@ -78,7 +82,8 @@ spare_memory_on_one_rank(model *m)
     CHECK_INT(simnccl_count().mismatches, 0);
 }
 
-/* All ranks agree on two orders, one after the other; then each rank takes its own order. */
+/* All ranks alternate between two orders; then rank 0 takes one order and the other ranks take the other
+ * order. */
 static void
 known_turns_are_compared_later(model *m)
 {
@@ -101,7 +106,8 @@ known_turns(model *m)
     return m->tree->exchanges[0]->streams->turns.known;
 }
 
-/* Both sets of known turns become full again and again: what was cleared is compared again, on all ranks. */
+/* Both sets of known turns become full again and again. All ranks compare a turn again after it was cleared
+ * from its set. */
 static void
 cleared_turns_are_compared_again(model *m)
 {
@@ -118,8 +124,9 @@ cleared_turns_are_compared_again(model *m)
     CHECK_INT(simnccl_count().mismatches, 0);
 }
 
-/* Rank 0 makes a known gather before the reduction whose turn fills the set, the other ranks after it. The
- * gather must stay known to all of them, or one rank would compare alone. */
+/* Rank 0 makes a known gather before the reduction whose turn fills the set of known reductions. The other
+ * ranks make this gather after that reduction. The gather must stay known to all ranks. Otherwise one rank
+ * would compare its turn while the others do not. */
 static void
 cleared_reductions_leave_gathers_known(model *m)
 {
@@ -134,7 +141,7 @@ cleared_reductions_leave_gathers_known(model *m)
     CHECK_INT(simnccl_count().mismatches, 0);
 }
 
-/* One rank takes a turn that no rank has taken, the others one that they know. */
+/* Rank 0 takes a turn that no rank has taken before. The other ranks take a turn that they know. */
 static void
 a_turn_that_one_rank_knows_fails(model *m)
 {
@@ -143,7 +150,7 @@ a_turn_that_one_rank_knows_fails(model *m)
     CHECK(step_in_order(m, m->rank ? plain : swapped, 2) != FSDPC_OK);
 }
 
-/* A turn that goes as before is not compared, and none is where the order is trusted. */
+/* A turn that is known is not compared, and no turn is compared if the order is trusted. */
 static void
 what_is_known_is_not_compared(model *m)
 {

@@ -1,15 +1,15 @@
-/* One unit on one to three ranks, in host memory over each kind of group and in a GPU's memory in many legal
- * orders of the held-back work: values in and out, whole and in blocks, from and to the device and the host;
- * the gradients that the optimizer sees. Nothing may race, every value must be right, and all memory is
- * given back.
- */
+/* Tests of one unit on one to three ranks, in host memory over each kind of group, and in a GPU's memory in
+ * many legal orders of the work that the simulator delays. Values are written and read, whole and in blocks,
+ * from and to the device and the host, and the gradients that the optimizer sees are compared with the CPU's.
+ * No race may be found, every value must be right, and all memory must be given back. */
 #include <math.h>
 
 #include "waits.h"
 
 enum { SCHEDULES = 7 };
 
-/* Options for host memory instead of a schedule: over a shared segment, or a carrier that hides it. */
+/* A run's option that is not negative chooses a schedule of the GPU. With these two options, the unit lies in
+ * host memory. The ranks communicate over a shared segment, or over a carrier that hides the segment. */
 enum { HOST_SHARED = -1, HOST_WIRE = -2 };
 
 typedef struct subject {
@@ -17,8 +17,9 @@ typedef struct subject {
     bool host; /* the unit lies in host memory */
     fsdpc_comm *comm;
     fsdpc_unit *unit;
-    fsdpc_stream *stream; /* the caller's: torch's, not always the default one */
-    int round[FSDPC_GRAD + 1][ENGINE_PARAMS]; /* the round that wrote the parameter last */
+    fsdpc_stream *stream; /* the caller's current stream, which is not always the default stream */
+    /* [which][parameter]: the round that wrote these values last */
+    int round[FSDPC_GRAD + 1][ENGINE_PARAMS];
 } subject;
 
 /* --- a rank ---------------------------------------------------------------------------------------- */
@@ -59,7 +60,8 @@ leave(subject *s)
 
 /* --- a caller's buffers ------------------------------------------------------------------------------ */
 
-/* `host` is what the test fills and looks at; `device` is the caller's buffer, if that is on the device. */
+/* A buffer of the caller. The test fills and reads `host`. If the caller's memory is on the device, `device`
+ * is the caller's buffer, and the test copies between `host` and `device`. */
 typedef struct buffer {
     char *host;
     void *device;
@@ -67,7 +69,8 @@ typedef struct buffer {
     bool pinned;
 } buffer;
 
-/* For a GPU every other host buffer is pinned: copies to and from it may go on after the call returns. */
+/* On a GPU every second host buffer is pinned: copies to and from a pinned buffer may continue after the
+ * call. */
 static buffer
 new_buffer(const subject *s, size_t bytes, enum fsdpc_memory_kind place)
 {
@@ -105,7 +108,8 @@ free_buffer(const subject *s, buffer *b)
     *b = (buffer){0};
 }
 
-/* The caller fills its tensor on its stream; it may fill it again as soon as the unit's call is queued. */
+/* The caller fills its tensor on its stream, and may fill the tensor again as soon as the unit's call is
+ * queued. */
 static void
 upload(const subject *s, const buffer *b)
 {
@@ -166,7 +170,7 @@ is_there(const fsdpc_unit *unit, enum fsdpc_which which, int param)
     return which == FSDPC_MASTER || unit->layout->params[param].trainable_index >= 0;
 }
 
-/* Writes a parameter; the source is overwritten as soon as the call allows it. */
+/* Writes a parameter. The source is overwritten as soon as the call allows this. */
 static void
 write_one(subject *s, enum fsdpc_which which, int param, enum fsdpc_memory_kind place, int round)
 {
@@ -207,7 +211,8 @@ read_all(const subject *s, enum fsdpc_which which, enum fsdpc_memory_kind place,
     }
 }
 
-/* Writes and reads whole parameters; the last rank also reads alone, while the others ask for none. */
+/* Writes and reads whole parameters. First all ranks ask for the values, then only the last rank does, and in
+ * the last read no rank does. */
 static void
 whole_parameters(subject *s, int round)
 {
@@ -234,7 +239,8 @@ typedef struct blocks {
     void *data[ENGINE_PARAMS];
 } blocks;
 
-/* Makes blocks of whole rows of `row` elements; with `some` every third parameter has no block. */
+/* For each parameter, makes this rank's block, which consists of whole rows of `row` elements. With `some`,
+ * every third parameter has no block. */
 static void
 make_blocks(const subject *s, int64_t row, enum fsdpc_memory_kind place, bool some, blocks *out)
 {
@@ -311,7 +317,7 @@ blocks_of_some_parameters(subject *s)
     read_all(s, FSDPC_MASTER, FSDPC_ON_HOST, s->unit->rank == s->unit->world - 1);
 }
 
-/* Makes a unit. With `offload` its own values are in pinned host memory. */
+/* Makes a unit. With `offload`, the unit's shard is in pinned host memory. */
 static fsdpc_unit *
 new_unit(const subject *s, int kind, bool offload)
 {
@@ -321,7 +327,7 @@ new_unit(const subject *s, int kind, bool offload)
     return unit;
 }
 
-/* In host memory other ranks may still read this rank's part: all come to a barrier first. */
+/* In host memory other ranks may still read this rank's shard, so all ranks meet at a barrier first. */
 static void
 free_unit(subject *s)
 {
@@ -335,7 +341,7 @@ values_in_and_out(int rank, ranks_run *run)
     subject s = join(rank, run);
     for (int kind = 0; kind < ENGINE_KINDS; kind++) {
         if (kind == 3 && run->option > 2) {
-            continue; /* large: the window goes in two halves */
+            continue; /* this unit is so large that a read fills the buffer (window) twice */
         }
         s.unit = new_unit(&s, kind, run->option % 3 == 2);
         simgpu_label(s.unit->master, s.unit->layout->shard_bytes, "shard");
@@ -344,7 +350,7 @@ values_in_and_out(int rank, ranks_run *run)
         if (s.host || run->option < 2) {
             blocks_of_some_parameters(&s);
         }
-        if (!s.host) { /* each parameter now from the other memory */
+        if (!s.host) { /* round 2 writes each parameter from the memory that round 1 did not use for it */
             whole_parameters(&s, 2);
         }
         free_unit(&s);
@@ -352,7 +358,7 @@ values_in_and_out(int rank, ranks_run *run)
     leave(&s);
 }
 
-/* Blocks that are larger than the window that carries values over a wire. */
+/* The blocks are larger than the buffer (window) through which values pass over a wire. */
 static void
 blocks_of_a_large_parameter(int rank, ranks_run *run)
 {
@@ -368,8 +374,8 @@ blocks_of_a_large_parameter(int rank, ranks_run *run)
 
 /* --- what is queued ---------------------------------------------------------------------------------- */
 
-/* Values that come from the device's own memory are queued behind what the caller queued before:
- * the host does not wait, and nothing is allocated. */
+/* Writes from device memory are queued behind the work that the caller queued before: the host does not wait,
+ * and nothing is allocated. */
 static void
 device_sources_are_queued(int rank, ranks_run *run)
 {
@@ -390,7 +396,7 @@ device_sources_are_queued(int rank, ranks_run *run)
 
 /* --- gradients --------------------------------------------------------------------------------------- */
 
-/* A unit on the GPU and its equal on the CPU. */
+/* A unit on the GPU and an equal unit on the CPU. */
 typedef struct pair {
     subject gpu;
     fsdpc_comm *cpu_comm;
@@ -552,7 +558,7 @@ gradients_are_the_cpu_units(int rank, ranks_run *run)
 {
     pair p = {.gpu = join(rank, run), .random = (uint64_t)run->option};
     p.cpu_comm = engine_pretend(rank, run->world);
-    /* The units on the two devices are laid out alike. */
+    /* Units on the two devices must have the same layout. */
     fsdpc_device_caps *caps = (fsdpc_device_caps *)(uintptr_t)fsdpc_device_get_caps(engine_device);
     caps->align_bytes = fsdpc_device_get_caps(p.gpu.device)->align_bytes;
     for (int kind = 0; kind < 3; kind++) {
@@ -603,7 +609,7 @@ make_and_read(subject *s)
     return status;
 }
 
-/* Each of the driver's calls is made to fail once, while a unit is made, written and read. */
+/* Each call of these driver entries fails once while a unit is made, written and read. */
 static void
 failures_give_memory_back(int rank, ranks_run *run)
 {
@@ -629,7 +635,7 @@ failures_give_memory_back(int rank, ranks_run *run)
 
 /* --- ranks that do not come --------------------------------------------------------------------------- */
 
-/* A rank stays away: the others end with an error that says for what, and their memory comes back. */
+/* One rank stays away. The other rank gets an error that names the read. The read gives back its memory. */
 static void
 a_rank_stays_away(int rank, ranks_run *run)
 {

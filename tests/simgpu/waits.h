@@ -1,9 +1,9 @@
-/* Ranks on the simulated GPU with NCCL between them, and the search that leaves each wait out.
+/* Ranks on the simulated GPU with NCCL between them, and a search that leaves out one wait at a time.
  *
- * A function that looks for missing waits calls leave_out before the step in question and judge after it;
- * leave_each_out runs it once as it is, then once for each call of an entry of the driver, which does
- * nothing on rank 0. The clocks, or an error, must tell.
- */
+ * A function that looks for missing waits calls leave_out before the step in question and judge after it.
+ * leave_each_out runs this function once without a fault. Then, for each call of a driver entry, it runs the
+ * function with that call skipped on rank 0, up to FAULT_RUNS times, until the vector clocks or an error
+ * reveal the skipped call. */
 #ifndef SIMGPU_WAITS_H
 #define SIMGPU_WAITS_H
 
@@ -14,7 +14,7 @@
 
 /* --- ranks --------------------------------------------------------------------------------------- */
 
-/* Two ids for each group of ranks: for gathers and for reductions. */
+/* Each group of ranks has two ids: one for gathers and one for reductions. */
 static char ids[RANKS_MAX][FSDPC_COMM_NCCL_ID_BYTES];
 
 static fsdpc_comm *
@@ -27,7 +27,7 @@ open_one(fsdpc_device *device, int rank, int world, const char *name, const char
     return comm;
 }
 
-/* A communicator with a twin, by two ids from `first_id` on. */
+/* Opens a communicator and its twin, with the ids `first_id` and `first_id` + 1. */
 __attribute__((unused)) static fsdpc_comm *
 open_twins(fsdpc_device *device, int rank, int world, int first_id, fsdpc_comm_nccl_options options)
 {
@@ -36,7 +36,8 @@ open_twins(fsdpc_device *device, int rank, int world, int first_id, fsdpc_comm_n
     return comm;
 }
 
-/* A run's option below 5 names an order of the held-back work; others are seeds. */
+/* A run's option below 5 is an index in `policies`; LAZY is such an index. Greater options are seeds of
+ * random policies. */
 enum { LAZY = 1 };
 
 __attribute__((unused)) static void
@@ -46,16 +47,18 @@ start_rank(int rank, const ranks_run *run)
                                            "order:host,1,0"};
     char policy[32];
     gpu_start();
-    simgpu_get_options()->granule = 64 << 10; /* new memory is filled: less of it is faster */
+    /* The simulator fills new memory, which takes less time with small granules. */
+    simgpu_get_options()->granule = 64 << 10;
     simnccl_reset();
     snprintf(policy, sizeof policy, "random:%d", run->option * 100 + rank);
     REQUIRE(simgpu_policy(run->option < 5 ? policies[run->option] : policy));
 }
 
-/* What a run's flags mean. */
+/* Indices in a run's flags: whether the fault was found, whether values were wrong, and how many calls of the
+ * entry there were. */
 enum { FOUND, WRONG, CALLS };
 
-/* The next option: on two ranks all of them, on one and on more only some. */
+/* Returns the next option to run: with two ranks every option, with one rank or more than two every third. */
 __attribute__((unused)) static int
 next_option(int world, int option)
 {
@@ -77,11 +80,11 @@ with_ranks_as(const char *what, int world, int option, rank_function function)
 
 static struct fault {
     const char *entry;
-    int k; /* which call is left out; 0: none */
+    int k; /* the call that is left out, counted from 1; 0: no call is left out */
     int64_t before;
 } fault;
 
-/* Leaves out call `fault.k` of the entry from now on, on rank 0. */
+/* Makes the driver skip the `fault.k`-th call of the entry from now on, on rank 0 only. */
 __attribute__((unused)) static void
 leave_out(int rank)
 {
@@ -101,18 +104,23 @@ judge(int rank, ranks_run *run, int status, bool wrong)
     }
 }
 
-/* Under sanitizers only one call in so many is left out, or each only once: they do not see such faults. */
+/* Sanitizers do not detect that a driver call is skipped, so fewer calls are tried under sanitizers. If
+ * leave_each_out has an argument `what`, it leaves out only every eighth call. If `what` is NULL, it runs the
+ * function only once for each call. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 enum { LEFT_OUT_EVERY = 8, LEFT_OUT_RUNS = 1 };
 #else
 enum { LEFT_OUT_EVERY = 1, LEFT_OUT_RUNS = FAULT_RUNS };
 #endif
 
+/* The number of calls in a run without a fault, the number of left-out calls that the clocks or an error
+ * revealed, and the number of left-out calls that made values wrong. */
 typedef struct waits {
-    int calls, found, wrong; /* wrong: the values told it, too */
+    int calls, found, wrong;
 } wait_counts;
 
-/* Runs the function once without each call of `entry`. With `what`, each of these faults must be found. */
+/* For each call of `entry`, runs the function with that call left out, until the fault is found or the runs
+ * are used up. With `what`, the test fails if a fault is not found. */
 __attribute__((unused)) static wait_counts
 leave_each_out(int world, int option, rank_function function, const char *entry, const char *what)
 {

@@ -1,4 +1,4 @@
-"""Checkpointing by ratio and by operator; compression of saved tensors."""
+"""Tests of checkpointing by ratio and by operator, and of the compression of saved tensors."""
 
 from __future__ import annotations
 
@@ -119,7 +119,9 @@ def test_selective_policies_skip_what_they_keep(kind: str):
     }[kind]
 
     class Counter(TorchDispatchMode):
-        """Counts the products that are computed, below the policy's own mode."""
+        """A mode that counts the matrix products that run. A product whose result the policy has
+        kept does not run again.
+        """
 
         found = 0
 
@@ -174,7 +176,9 @@ def test_blocks_are_checkpointed_once_and_offload_policies_refused():
 
 
 class Norm(nn.Module):
-    """Moves statistics, spectral-norm vectors and counters, in place and by assignment."""
+    """A module whose forward changes batch statistics, spectral-norm vectors and counters, in place
+    and by assignment.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +211,7 @@ def test_buffers_change_once(compiled: bool):
             torch.manual_seed(step)
             model.zero_grad()
             losses = [model(torch.randn(8, 64)).square().mean() for _ in range(2)]
-            if not compiled:  # each of these two backwards computes the graph again
+            if not compiled:  # each of these two backwards recomputes the forward
                 sum(losses).backward(retain_graph=True)
             sum(losses).backward()
         assert all(map(torch.equal, again.buffers(), plain.buffers()))
@@ -234,7 +238,9 @@ def packed(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("simd", ["plain", "avx2", "avx512"])
 def test_packed_values(monkeypatch, simd: str, dtype: torch.dtype):
-    """Values come back within half a step of their block, with their sign; zeros stay zeros."""
+    """Values come back within half a quantization step of their block and with their sign; zeros
+    stay zeros.
+    """
     if simd not in _C.kernel_names():
         pytest.skip(f"this processor does not run {simd}")
     monkeypatch.setenv("FSDPC_SIMD", simd)
@@ -245,9 +251,9 @@ def test_packed_values(monkeypatch, simd: str, dtype: torch.dtype):
     x[800] = float("nan")
     x[1024:1280] *= torch.rand(256, generator=numbers).mul(-90).exp2().to(dtype)  # any magnitude
     x[1280:1536] *= 1e-4
-    x[1290] = -3  # far above the others
+    x[1290] = -3  # far above the other values of its block
     x[1536:1792] = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    x[1540] *= 300  # subnormal numbers below half a step
+    x[1540] *= 300  # makes the other, subnormal numbers smaller than half a step
     x[1792:2048] = (torch.rand(256, generator=numbers) < 0.9).to(dtype) / 0.9  # a mask
     back = packed(x)
     for begin in range(0, x.numel(), 256):
@@ -268,7 +274,7 @@ def test_packed_values(monkeypatch, simd: str, dtype: torch.dtype):
 
 
 def error_of(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    """Relative error of the whole gradient."""
+    """Return the relative error of all gradients together."""
     distance = sum((f - e).double().norm() ** 2 for f, e in zip(found, exact, strict=True))
     return float((distance / sum(e.double().norm() ** 2 for e in exact)) ** 0.5)
 
@@ -279,7 +285,7 @@ def test_error_of_gradients(dtype: str, bound: float):
     exact = gradients(model)
     error = error_of(gradients(model, compress(model, dtype)), exact)
     assert 0 < error < bound
-    # Checkpointed blocks are computed again from exact inputs.
+    # Checkpointed blocks are recomputed from exact inputs, so the bound still holds.
     checkpoint(model, every=2)
     assert 0 < error_of(gradients(model, compress(model, dtype)), exact) < bound
 
@@ -297,7 +303,7 @@ def test_memory_is_freed_and_shared_tensors_are_packed_once(monkeypatch):
     first = x * 2
     with compress(nn.Identity()):
         y = (first * first).sum() + (first.t() @ first).sum() + first.exp().sum()
-    # `first`, which both products saved, and the output of exp: two tensors.
+    # Two tensors were packed: `first`, which both products saved, and the output of exp.
     assert len(set(packed)) == len(packed) == 2
     storage = torch.multiprocessing.reductions.StorageWeakRef(first.untyped_storage())
     del first
@@ -308,7 +314,9 @@ def test_memory_is_freed_and_shared_tensors_are_packed_once(monkeypatch):
 
 
 def test_a_storage_at_the_address_of_another_is_not_taken_for_it():
-    """Freed memory comes back for the next tensor: that tensor's values must be packed, too."""
+    """A new tensor may get the address of a freed one. The values of the new tensor must be packed
+    nevertheless.
+    """
     weights = nn.Parameter(torch.ones(64, 64))
     with compress(nn.Identity()):
         outs = []
@@ -323,7 +331,9 @@ def test_a_storage_at_the_address_of_another_is_not_taken_for_it():
 
 
 def test_what_stays_exact():
-    """Parameters, integers, small tensors, attention, and parts of larger tensors by themselves."""
+    """Parameters, integers, small tensors and the tensors of attention stay exact. A part of a
+    larger tensor is packed without the rest of that tensor.
+    """
     x = torch.randn(8, 4, 32, 16, requires_grad=True)
     with compress(nn.Identity()):
         out = functional.scaled_dot_product_attention(x * 1, x * 1, x * 1).sum()
@@ -341,7 +351,7 @@ def test_what_stays_exact():
     compressed, given.grad = given.grad, None
     layer(given).sum().backward()
     assert torch.equal(compressed, given.grad)
-    # The garbage between a view's elements is not packed with the elements.
+    # The values between the elements of a view are not packed with the view.
     base = torch.full((64, 128), 1e30)
     base[:, :64] = 1.0
     scale = nn.Parameter(torch.ones(64, 64))
@@ -352,7 +362,9 @@ def test_what_stays_exact():
 
 
 def through(function: Any, x: torch.Tensor, around: Any = None) -> torch.Tensor:
-    """The gradient of a weighted sum of function(x); x is copied, so nothing else has saved it."""
+    """Return the gradient of a weighted sum of function(x). ``function`` gets a new tensor with the
+    values of x, which no other operator has saved.
+    """
     torch.manual_seed(7)
     given = x.clone().requires_grad_()
     with around or nullcontext():
@@ -363,7 +375,9 @@ def through(function: Any, x: torch.Tensor, around: Any = None) -> torch.Tensor:
 
 
 class Sine(torch.autograd.Function):
-    """The sine of large numbers: no error of its input is small."""
+    """The sine of 10,000 times the input. Even a small error of the saved input makes the gradient
+    wrong.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -402,15 +416,15 @@ SAVED_EXACTLY = {
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
 def test_functions_that_do_not_bear_errors(dtype: str):
-    """Functions that compare what they saved, divide by it or take its exponential, or use only its
-    sign: their gradients are equal to the bit.
+    """Functions that compare what they saved, divide by it, take its exponential or use only its
+    sign have gradients that are equal to the bit.
     """
     numbers = torch.Generator().manual_seed(1)
     x = torch.randn(64, 64, generator=numbers) * torch.rand(64, 64, generator=numbers).pow(9)
     x[0, :2] = torch.tensor([-1e-30, 1e-30])
     for name, function in SAVED_EXACTLY.items():
         if (name, dtype) == ("dropout", "bf16"):
-            continue  # 1 / 0.9 is no bfloat16 number
+            continue  # bfloat16 cannot represent 1 / 0.9
         found = through(function, x, compress(nn.Identity(), dtype))
         assert torch.equal(found, through(function, x)), name
 
@@ -433,8 +447,8 @@ def test_small_outputs_of_relu_count():
 
 
 class Routed(nn.Module):
-    """Tokens choose two experts of four, and a small change of the input may change the choice; the
-    rest of the forward compares its input with limits.
+    """A model in which each token chooses two of four experts. A small change of the input may
+    change the choice. The rest of the forward compares its input with limits.
     """
 
     def __init__(self) -> None:
@@ -512,7 +526,7 @@ def test_offload_costs_nothing_on_the_host_and_says_so_once(monkeypatch: pytest.
 
 
 class Elsewhere(nn.Module):
-    """A module whose parameter says that it is on a device that fsdpc does not know."""
+    """A module with a parameter that reports a device which fsdpc does not know."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         yield "weight", SimpleNamespace(device=torch.device("xpu", 0))

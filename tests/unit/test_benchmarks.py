@@ -1,4 +1,6 @@
-"""What all benchmarks share: results name their commit, ranks end with the benchmark."""
+"""Tests of what all benchmarks share: a result names the commit that was measured, and ranks end
+when the benchmark ends.
+"""
 
 from __future__ import annotations
 

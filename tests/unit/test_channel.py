@@ -1,4 +1,6 @@
-"""The host's words between ranks of GPUs, among threads and a store in this process."""
+"""Tests of the channel over which ranks with GPUs exchange messages of the host. In these tests,
+the ranks are threads that use a store in this process.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ time.sleep(60)
 
 
 class Counted:
-    """A store that counts the keys of each of its calls."""
+    """A wrapper around a store. For each method, it counts the keys that the calls pass."""
 
     def __init__(self, store: Any, counts: Counter[str]) -> None:
         self._store, self._counts = store, counts
@@ -43,7 +45,9 @@ class Counted:
 
 
 def run(world: int, body: Callable[[Channel], Any], timeout: float = 20) -> list[Any]:
-    """What ``body`` returned or raised on each rank's channel, each in a thread."""
+    """Run ``body`` for each rank, in a thread and on a channel of that rank. Return for each rank
+    what ``body`` returned or raised.
+    """
     store = dist.HashStore()
     results: list[Any] = [None] * world
 
@@ -84,7 +88,8 @@ def test_the_store_does_work_that_grows_with_the_number_of_ranks():
 
     for world in (4, 32):
         counts = keys(world)
-        # Each rank brings one piece; rank 0 reads all and lays down one, which the others read.
+        # Each rank sets one key. Rank 0 reads all of these keys and sets one more key, which the
+        # other ranks read.
         assert counts["set"] == 2 * (world + 1)
         assert counts["multi_get"] + counts["get"] == 2 * (world + world - 1)
         assert counts["delete_key"] == world + 1
@@ -118,7 +123,8 @@ def test_rank_0_that_came_and_left_before_it_collected_is_named():
 
 @pytest.mark.parametrize("late", [0, 6, 15])
 def test_a_rank_that_does_not_come_is_named_among_many(late):
-    begun = threading.Barrier(15)  # else a thread that the machine starts late would be late, too
+    # Without this barrier, errors could also name a rank whose thread starts late.
+    begun = threading.Barrier(15)
 
     def body(channel: Channel) -> list[bytes]:
         if channel.rank == late:
@@ -135,7 +141,9 @@ def test_a_rank_that_does_not_come_is_named_among_many(late):
 
 
 def test_a_store_that_is_gone_is_an_error_at_once_and_holds_nobody_up_at_exit():
-    """The store's own timeout is the process group's, which may be half an hour."""
+    """The error comes at once, not after the timeout of the store. The store has the timeout of the
+    process group, which may be half an hour.
+    """
     command = [sys.executable, "-c", SERVER]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
         port = int(server.stdout.readline())

@@ -1,4 +1,6 @@
-"""fsdpc.checkpoint on one rank: damaged and hostile files, retention, conversion, the command."""
+"""Tests of fsdpc.checkpoint on one rank: damaged and hostile files, retention, conversion, and the
+command.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def values(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
-    """Copies of everything that a load could change."""
+    """Return copies of all values that a load could change."""
     found = {name: value.clone() for name, value in model.state_dict().items()}
     if optimizer is not None:
         for number, state in optimizer.state_dict()["state"].items():
@@ -166,7 +168,9 @@ def test_tensors_without_elements(tmp_path: Path, verify: Any):
 
 
 def test_any_named_tensors_of_an_optimizer(tmp_path: Path):
-    """A state holds low-precision moments, tables per parameter, numbers and texts."""
+    """States with low-precision moments, tables per parameter, numbers and texts are saved and
+    loaded.
+    """
 
     class Odd(torch.optim.SGD):
         def fill(self, seed: int) -> None:
@@ -192,7 +196,7 @@ def test_any_named_tensors_of_an_optimizer(tmp_path: Path):
 
 @pytest.mark.parametrize("what", ["small pieces", "files"])
 def test_other_ways_through_files(tmp_path: Path, what: str, monkeypatch: Any):
-    """In pieces cut anywhere, or in many files: equal digests, and equal values after a load."""
+    """With small pieces or many files, digests and values are those of a plain save."""
 
     def wide(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -288,7 +292,9 @@ def test_a_damaged_tensor_is_named(saved: Path, capsys: pytest.CaptureFixture[st
 def test_a_bit_that_flips_in_the_read_that_feeds_the_model(
     saved: Path, monkeypatch: Any, name: str, how: str
 ):
-    """The bit flips after the pass that has compared all checksums."""
+    """The bit flips in the read that gives values to the model. With "before", all checksums have
+    been compared before this read, without an error.
+    """
     found, read = Opened(saved), loading.read_table
     where = found.model.where
     if name[0] == "0":
@@ -415,7 +421,7 @@ STATES = {
         ("Adam", "Lion", "does not fit Lion: it has exp_avg_sq, which is not used"),
         ("Lion", "Adam", "does not fit Adam: it lacks exp_avg_sq;"),
         ("AdamW", "Adamax", "fit Adamax: it lacks exp_inf and has exp_avg_sq, max_exp_avg_sq, wh"),
-        ("AdamW", "Adam", None),  # the option is loaded, too
+        ("AdamW", "Adam", None),  # the option amsgrad is loaded, too
         ("SGD", "Adam", "another optimizer than Adam: its options have dampening"),
         ("Adam", "SGD", "another optimizer than SGD: its options have amsgrad"),
     ],
@@ -440,7 +446,7 @@ def test_states_of_another_optimizer(tmp_path: Path, saved: str, other: str, tex
 
 @pytest.mark.parametrize("kind", [fsdpc.optim.AdamW8bit, fsdpc.optim.AdamMini])
 def test_going_back_with_states_by_blocks(tmp_path: Path, kind: Any):
-    """A load into the optimizer that has saved: its states are by blocks already."""
+    """A checkpoint loads into the optimizer that saved it and that already has states in blocks."""
     model = nn.Linear(80, 80)
     named = model.named_parameters() if kind is fsdpc.optim.AdamMini else model.parameters()
     optimizer = kind(named, lr=0.1)
@@ -457,7 +463,9 @@ def test_going_back_with_states_by_blocks(tmp_path: Path, kind: Any):
 
 
 def test_a_load_runs_no_hooks_of_optimizer_steps(saved: Path):
-    """To know which states an optimizer makes, a load steps another optimizer of the same class."""
+    """A load steps another optimizer of the same class to find out which states the class makes.
+    This step runs no hooks.
+    """
     model, optimizer = trained(1)
     calls: list[Any] = []
     hooks = [
@@ -533,7 +541,9 @@ def test_urls_are_no_local_folders(tmp_path: Path, monkeypatch: Any, capsys: Any
 
 
 def test_any_names_in_headers_and_indexes(tmp_path: Path):
-    """The JSON is put together by hand: names that need escapes, and other alphabets."""
+    """fsdpc puts this JSON together itself, so the test has names that need escapes and names in
+    other alphabets.
+    """
     names = ['with "quotes"', "back\\slash", "größe", "行\n", "\U0001f600"]
     model = nn.ParameterDict({name: nn.Parameter(torch.randn(2, 3)) for name in names})
     model["none"] = nn.Parameter(torch.empty(0))
@@ -632,8 +642,9 @@ def test_a_failing_step_leaves_what_was_there(saved: Path, point: str, monkeypat
 
 
 class Failing:
-    """Wraps each file operation below a folder: the `nth` one fails, with `later` all after it too.
-    If `act` is set, `act` is called before the `nth` operation, which then does not fail.
+    """A wrapper around all file operations on paths below a folder. The ``nth`` operation fails.
+    With ``later``, all operations after the ``nth`` one fail, too. If ``act`` is set, the ``nth``
+    operation does not fail, but ``act`` is called before it.
     """
 
     act: Callable[[], object] | None = None
@@ -654,7 +665,7 @@ class Failing:
             if failed and self.act is not None:
                 self.act()
                 failed = False
-            if name == "close" or not failed:  # a close that fails closes the file all the same
+            if name == "close" or not failed:  # a close that fails still closes the file
                 result = real(*args, **options)
             if failed:
                 raise OSError(errno.EIO, f"{name} number {self.nth}")
@@ -675,7 +686,10 @@ class Failing:
         return self.count == self.nth or (self.later and self.count > self.nth)
 
     def sweep(self, call: Callable[[], object], later: bool) -> Iterator[str]:
-        """Each run's error text, empty if the call returned; run n fails the nth operation."""
+        """Run ``call`` again and again. In run n, the nth operation fails. Stop when a run has
+        fewer than n operations. Yield the error text of each run: an empty text if ``call``
+        returned.
+        """
         for nth in itertools.count(1):
             self.nth, self.later, self.count, text = nth, later, 0, ""
             try:
@@ -692,8 +706,9 @@ class Failing:
 def test_a_load_while_another_process_replaces_the_checkpoint(
     tmp_path: Path, monkeypatch: Any, form: str
 ):
-    """Replaced at any moment, the old one removed at once: a load gives one of the two, as a whole.
-    torch's formats are opened file by file: such a load may find a file gone, which is an error.
+    """The checkpoint is replaced at any moment, and the old one is removed at once. A load gives
+    one of the two checkpoints as a whole. DCP folders are opened file by file, so such a load may
+    also fail because a file is gone.
     """
 
     def make(value: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -759,9 +774,11 @@ def test_a_load_while_another_process_replaces_the_checkpoint(
 def test_whatever_file_operation_of_a_save_fails(
     tmp_path: Path, monkeypatch: Any, name: str, later: bool
 ):
-    """The old checkpoint stands, or the new one where `save` returns: saved over an old one or to a
-    free name, also a name so long that names made of it are cut. If all later operations fail, too,
-    the new one may stand: the error then says so, and where the old one is.
+    """The old checkpoint remains after a failed save, and the new one is there if `save` returns.
+    Some saves replace an old checkpoint, other saves write to a path that does not exist yet. One
+    name is so long that names derived from this name are cut. If all later operations fail, too,
+    the new checkpoint may be there. In this case, the error says that the new checkpoint is there
+    and where the old one is.
     """
     monkeypatch.setattr(folders, "_SYNCS_AT_ONCE", 1)
     target, free, model = tmp_path / name, tmp_path / f"{name[:-1]}2", nn.Linear(1, 1, bias=False)
@@ -796,7 +813,7 @@ def test_whatever_file_operation_of_a_save_fails(
                 old = re.search("replace is (.*)$", text)
                 assert old and value_at(Path(old[1])) == 1.0
             assert not stands or later or name.startswith("step"), text
-            save(path, 1.0)  # this save also removes what the failed one left
+            save(path, 1.0)  # this save also removes what the failed save left
             if path == free:
                 shutil.rmtree(free)
             folders.finish_removing()
@@ -832,7 +849,7 @@ def test_folders_that_do_not_add_up(tmp_path: Path, name: str):
     table, names, text = FOLDERS[name]
     tensors = {A: {"x": torch.zeros(2)}, B: {"y": torch.ones(3)}}
     plain_folder(tmp_path / "in", table, {file: tensors[file] for file in names})
-    if not text:  # a file that the index does not name is not looked at
+    if not text:  # a file that the index does not name is ignored
         assert list(Opened(tmp_path / "in").model.where) == ["x"]
         return
     with pytest.raises(checkpoint.CheckpointError, match=text):
@@ -858,7 +875,9 @@ def test_links_pipes_and_two_sets_are_refused(tmp_path: Path):
 
 
 def set_header(file: Path, change: Callable[[dict[str, Any]], int | None]) -> None:
-    """Rewrites a file's header; `change` may return another length for its first eight bytes."""
+    """Rewrite a file's header. ``change`` edits the header and may return a wrong length for the
+    first eight bytes.
+    """
     data = file.read_bytes()
     (length,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + length])
@@ -895,7 +914,9 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], int | None], str]] = {
 @pytest.mark.parametrize("name", HEADERS)
 @pytest.mark.parametrize("part", ["model", "optimizer"])
 def test_hostile_headers(saved: Path, part: str, name: str):
-    """Refused with a manifest, and without one, as a folder of another library."""
+    """A hostile header is refused in a folder with a manifest, and also in a folder without a
+    manifest, which another library may have written.
+    """
     change, text = HEADERS[name]
     folder = saved / "optimizer" if part == "optimizer" else saved
     set_header(folder / f"{part}-00001-of-00001.safetensors", change)
@@ -908,7 +929,7 @@ def test_hostile_headers(saved: Path, part: str, name: str):
 
 
 def resign(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes the manifest and gives it a checksum that fits, as a stranger could."""
+    """Change the manifest and give it a matching checksum, as an attacker could."""
     body = json.loads((saved / "fsdpc.json").read_text())
     del body["crc32c"]
     change(body)
@@ -959,7 +980,7 @@ def test_links_inside_a_checkpoint_are_refused(saved: Path, name: str):
     assert same(values(model, optimizer), before)
     os.remove(saved / name)
     os.rename(saved.parent / "moved", saved / name)
-    os.symlink(saved, saved.parent / "newest")  # the folder itself may be found by a link
+    os.symlink(saved, saved.parent / "newest")  # the folder itself may be reached by a link
     checkpoint.load(saved.parent / "newest", model, optimizer)
 
 
@@ -972,7 +993,9 @@ PARTS = [
 
 @pytest.mark.parametrize(("what", "text"), PARTS)
 def test_a_part_that_is_missing(saved: Path, what: str, text: str, capsys: Any):
-    """Once such a folder was verified as good and loaded, as if the part had never been there."""
+    """A missing part is an error. An earlier version verified such a folder as good and loaded it
+    as if the part had never been there.
+    """
     shutil.rmtree(saved / what) if (saved / what).is_dir() else (saved / what).unlink()
     model, optimizer = trained(1)
     before = values(model, optimizer)
@@ -995,8 +1018,8 @@ def test_a_plain_file_without_checksums_loads(tmp_path: Path):
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """`data` with flipped bits, cuts, doubled pieces, other digits or lengths: mostly in a header,
-    or anywhere in a file without a header.
+    """Return `data` with flipped bits, cuts, repeated pieces, or other digits or lengths. The
+    changes are mostly in the header; in a file without a header they are anywhere.
     """
     found = bytearray(data)
     (length,) = struct.unpack_from("<Q", found)
@@ -1030,7 +1053,9 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 
 
 def accepted_alone(lone: Path) -> bool:
-    """True if fsdpc takes a file without a manifest, which the reference library must read, too."""
+    """Return whether fsdpc accepts a file without a manifest. The reference library must be able to
+    read such a file, too.
+    """
     try:
         where = Opened(lone).model.where
     except checkpoint.CheckpointError:
@@ -1046,8 +1071,9 @@ def accepted_alone(lone: Path) -> bool:
 
 
 def test_fuzzed_files_never_load_wrongly(saved: Path, tmp_path: Path):
-    """Without a manifest, the reference library reads what fsdpc accepts: equal names and shapes;
-    with one, no changed file is accepted. `FUZZ_SECONDS`: for how long to try.
+    """Without a manifest, the reference library must read each changed file that fsdpc accepts,
+    with equal names and shapes. With a manifest, no changed file is accepted. `FUZZ_SECONDS` sets
+    for how long files are tried.
     """
     rng = random.Random(os.environ.get("FUZZ_SEED", "1"))
     originals = {file: file.read_bytes() for file in sorted(saved.rglob("*")) if file.is_file()}
@@ -1148,7 +1174,7 @@ print(saved, loaded, cast)
 
 @pytest.mark.long
 def test_memory_does_not_grow_with_the_model(tmp_path: Path):
-    """96 MB are saved and loaded with the staging of 8 MB and little other memory."""
+    """Saving and loading 96 MB takes staging buffers of 8 MB and little other memory."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("no high-water mark that can be reset")
     peaks = run_measured(SAVED, tmp_path)
@@ -1157,9 +1183,10 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path):
 
 
 def run_measured(code: str, tmp_path: Path) -> list[float]:
-    """The figures that the program MEMORY + `code` prints. A freed tensor is no longer
-    resident, because the allocator's threshold of mappings does not grow: heap that was kept, or
-    not, made the figures differ by 30 MB between runs.
+    """Run the program MEMORY + `code` and return the figures that it prints. The environment keeps
+    the allocator's threshold for mappings fixed, so that the memory of a freed tensor goes back to
+    the system. Otherwise the figures differed by 30 MB between runs, depending on whether heap
+    memory was kept.
     """
     ended = subprocess.run(
         [sys.executable, "-c", MEMORY + code, str(tmp_path)],
@@ -1196,7 +1223,9 @@ for kind in ("safetensors", "dcp"):
 
 @pytest.mark.long
 def test_the_memory_of_a_conversion_does_not_grow_with_the_checkpoint(tmp_path: Path):
-    """64 MB in tensors of 4 MB: the peak is a tensor, its read buffers and the staging."""
+    """Converting 64 MB in tensors of 4 MB takes at most one tensor, its read buffers and the
+    staging buffers.
+    """
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("no high-water mark that can be reset")
     if "libasan" in os.environ.get("LD_PRELOAD", ""):
@@ -1281,7 +1310,8 @@ def test_folders_of_steps(tmp_path: Path, async_: bool):
     assert run.steps() == [30, 40]
     assert run.latest() == tmp_path / "run" / "step-000040"
     assert (tmp_path / "run" / "latest").read_text() == "step-000040\n"
-    # What a kill in the middle of a save leaves, and one before `latest` is written.
+    # These are the remains of a save that was killed midway and of one killed before `latest` was
+    # written.
     (tmp_path / "run" / ".new-step-000050-12345678").mkdir()
     (tmp_path / "run" / "step-000060").mkdir()
     (tmp_path / "run" / "latest").write_text("step-000099\n")
@@ -1293,11 +1323,13 @@ def test_folders_of_steps(tmp_path: Path, async_: bool):
     assert not list((tmp_path / "run").glob(".new-*"))
     for step in (41, 42, 43):
         again.save(step, model, optimizer)
-    assert again.steps() == [40, 42, 43]  # the step that was resumed from stays
+    assert again.steps() == [40, 42, 43]  # the step that the run resumed from is kept
 
 
 def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """The step saved last is the newest, in this process and the next; `keep` follows this."""
+    """The step that was saved last is the newest one, also for a later process. `keep` counts the
+    steps in this order.
+    """
 
     def step_of(run: checkpoint.Checkpointer, **options: Any) -> tuple[int, float]:
         model = Net(1)
@@ -1322,7 +1354,7 @@ def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture):
             assert step_of(run) == (100, 100.0)  # as if killed before the first save
         save(run, 110)
         assert (run.steps(), run.abandoned()) == ([100, 110, 300], [300])
-        (tmp_path / how / "latest").write_text("step-000300\n")  # killed before it was rewritten
+        (tmp_path / how / "latest").write_text("step-000300\n")  # as if `latest` was not rewritten
         run = checkpoint.Checkpointer(tmp_path / how, keep=3)
         assert step_of(run) == (110, 110.0)
         assert "latest names step 300, but step 110 was published after it" in caplog.text
@@ -1332,9 +1364,9 @@ def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     assert "later steps [200, 300] are abandoned; keep=3 removes them first" in caplog.text
     with pytest.raises(checkpoint.CheckpointError, match=r"of step 5, only of \[110, 120, 130\]"):
         run.resume(Net(), step=5)
-    checkpoint.save(run.path(90), Net())  # saved without the Checkpointer
+    checkpoint.save(run.path(90), Net())  # saved without a Checkpointer
     assert (run.latest(), run.abandoned()) == (run.path(90), [110, 120, 130])
-    for path in tmp_path.rglob("fsdpc.json"):  # older versions wrote no numbers
+    for path in tmp_path.rglob("fsdpc.json"):  # older versions did not number their checkpoints
         resign(path.parent, lambda body: body.pop("published"))
     (tmp_path / how / "latest").write_text("step-000120\n")
     assert (run.latest(), run.abandoned()) == (run.path(120), [130])
@@ -1342,13 +1374,13 @@ def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture):
 
 @pytest.mark.parametrize("how", ["bit", "lost"])
 def test_a_run_whose_newest_step_is_not_known(tmp_path: Path, how: str):
-    """The newest step's manifest is damaged or lost: no other step is taken in its place."""
+    """If the newest step's manifest is damaged or lost, no other step is taken in its place."""
 
     def damage(step: int) -> None:
         path = run.path(step) / "fsdpc.json"
         if how == "lost":
             path.unlink()
-        else:  # a number that tells another order
+        else:  # a number that implies another order
             text = path.read_bytes()
             path.write_bytes(re.sub(rb'"published": \d+', b'"published": 9', text))
 
@@ -1356,7 +1388,7 @@ def test_a_run_whose_newest_step_is_not_known(tmp_path: Path, how: str):
     for step in (10, 20, 30):
         run.save(step, model)
     damage(10)
-    assert (run.latest(), run.steps()) == (run.path(30), [20, 30])  # the file `latest` agrees
+    assert (run.latest(), run.steps()) == (run.path(30), [20, 30])  # `latest` names step 30, too
     damage(30)
     before = values(model)
     for call in (run.latest, lambda: run.resume(model)):
@@ -1371,7 +1403,7 @@ def test_a_run_whose_newest_step_is_not_known(tmp_path: Path, how: str):
     assert found is not None and found.step == 20 and run.latest() == run.path(20)
     for step in (40, 50, 60):
         run.save(step, model)
-    assert run.steps() == [20, 40, 50, 60] and run.path(10).exists()  # 20 was resumed from
+    assert run.steps() == [20, 40, 50, 60] and run.path(10).exists()  # the run resumed from step 20
 
 
 REMOVING = """
@@ -1397,7 +1429,7 @@ time.sleep(60)
 
 @pytest.mark.long
 def test_ctrl_c_while_replaced_folders_are_removed(tmp_path: Path):
-    """Every save begins while the folder that the save before it replaced is still there."""
+    """Each save begins while the folder that the previous save replaced still exists."""
     program = subprocess.Popen(
         [sys.executable, "-c", REMOVING, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -1409,7 +1441,7 @@ def test_ctrl_c_while_replaced_folders_are_removed(tmp_path: Path):
     assert sorted(lines) == ["removing\n"] * 3 + ["saved\n"]
     deadline = time.monotonic() + 40
     while program.poll() is None and time.monotonic() < deadline:
-        program.send_signal(signal.SIGINT)  # the first ends the program, the next its wait at exit
+        program.send_signal(signal.SIGINT)  # the second signal ends the wait at exit
         time.sleep(0.2)
     program.stdout.close()
     ended = program.poll() is not None
@@ -1491,7 +1523,9 @@ def test_a_prefix_of_a_torch_save_file(tmp_path: Path, capsys: Any):
 
 @pytest.mark.parametrize("how", ["numbers and names", "flat"])
 def test_a_prefix_of_names_of_the_optimizer(tmp_path: Path, how: str):
-    """States lose the prefix as names do; states under other names are left out, and listed."""
+    """The prefix is removed from the names of states, too. States under names without the prefix
+    are left out and listed.
+    """
     inner, other = Net(), nn.Linear(2, 2)
     model = nn.ModuleDict({"module": inner, "other": other})
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.5)
@@ -1546,7 +1580,7 @@ def beside_the_model(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("form", [as_numbers, as_names, as_flat_names, beside_the_model])
 @pytest.mark.parametrize("how", ["dcp", "torch.save", "converted"])
 def test_what_torch_has_saved_loads(tmp_path: Path, form: Any, how: str):
-    """A load takes weights, moments, options and the scheduler, to the bit."""
+    """A load restores weights, moments, options and the scheduler to the bit."""
     model, optimizer = trained()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, last_epoch=-1)
     scheduler.last_epoch = 2
@@ -1614,7 +1648,9 @@ def leave(index: Any) -> None:
 
 
 def attributes_of(module: str, name: str, attribute: str) -> Callable[[Path], None]:
-    """Makes the index set an attribute of an allowed class or function, by pickle's BUILD."""
+    """Return a function that writes an index which sets an attribute of an allowed class or
+    function, by pickle's BUILD.
+    """
     key = b"X" + struct.pack("<I", len(attribute)) + attribute.encode()
     target = f"c{module}\n{name}\n".encode()
 
@@ -1685,7 +1721,9 @@ def test_folders_of_dcp_that_do_not_add_up(tmp_path: Path, name: str):
 
 
 class EarlyPickler(pickle.Pickler):
-    """Pickles members of enumerations as Python 3.11.2 does; with ``name``, under a wrong name."""
+    """A pickler that pickles members of enumerations as Python 3.11.2 does. If ``name`` is set,
+    each member is pickled under this wrong name.
+    """
 
     name = ""
 
@@ -1712,7 +1750,9 @@ def test_an_index_that_an_early_python_3_11_has_written(tmp_path: Path):
 
 
 def test_fuzzed_indexes_of_dcp_never_load_wrongly(tmp_path: Path):
-    """A changed index is refused, or loads the same values. `FUZZ_SECONDS`: for how long to try."""
+    """A changed index is refused or loads the same values. `FUZZ_SECONDS` sets for how long indexes
+    are tried.
+    """
     rng = random.Random(os.environ.get("FUZZ_SEED", "1"))
     wanted = trained()
     weights, states = named_states(*wanted)
@@ -1782,7 +1822,9 @@ def test_layouts_that_are_unknown_are_named(tmp_path: Path):
 
 
 def test_wide_and_conjugate_tensors_of_torch(tmp_path: Path, monkeypatch: Any):
-    """A complex128 tensor behind 8 bytes, read in pieces; a conjugate that shares its memory."""
+    """A complex128 tensor that follows a tensor of 8 bytes is read in several parts. A conjugate
+    that shares memory with another tensor is read and converted.
+    """
     monkeypatch.setattr(loading, "_WAVE_BYTES", 1 << 14)
     numbers = torch.randn(5000, dtype=torch.complex128)
     state = {"0": torch.ones(1, dtype=torch.float64), "1": numbers, "2": numbers.conj()}
@@ -1833,7 +1875,9 @@ EXTRAS = {1: "one", 2: {(3, True): [5, {}], None: {"4": 0.5}}, "x": {}, "y": [{}
 
 @pytest.mark.parametrize("how", ["fsdpc", "dcp", "fsdpc to dcp", "torch.save", "torch's dcp"])
 def test_dicts_with_other_keys_than_texts(tmp_path: Path, how: str):
-    """MultiStepLR has a Counter of epochs; torch's DCP writes every key as a text."""
+    """A dict keeps keys that are not texts, as in MultiStepLR's Counter of epochs. torch's DCP
+    writes every key as a text.
+    """
 
     def make() -> tuple[nn.Module, Any, Any]:
         model = Extra(EXTRAS if how != "torch's dcp" else {"a": 1})
@@ -1877,7 +1921,7 @@ def test_keys_that_dcp_cannot_keep(tmp_path: Path):
 
 
 def universal(folder: Path, model: nn.Module, optimizer: Any, stage: int) -> None:
-    """Writes a folder as DeepSpeed's ``ds_to_universal`` does."""
+    """Write a folder as DeepSpeed's ``ds_to_universal`` does."""
     for name, param in model.named_parameters():
         (folder / "zero" / name).mkdir(parents=True)
         state = dict(optimizer.state.get(param, {}))
@@ -2019,7 +2063,7 @@ def test_parts_of_a_part_are_read_from_the_file_once(tmp_path: Path, monkeypatch
 
 
 def test_states_of_another_shape(tmp_path: Path):
-    """States by number do not fit an optimizer that has the parameters in another order."""
+    """States stored by number do not fit an optimizer that has its parameters in another order."""
     torch.save(as_numbers(*trained()), tmp_path / "a.pt")
     model = Net(1)
     before = values(model)
@@ -2054,7 +2098,9 @@ def test_states_of_another_shape(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, fsdpc.optim.AdamW, torch.optim.SparseAdam])
 def test_steps_that_are_integers(tmp_path: Path, kind: Any):
-    """Old files have integer steps; most optimizers get a tensor, as after ``load_state_dict``."""
+    """Old files have integers as steps. Most optimizers get a tensor instead, as after
+    ``load_state_dict``.
+    """
     model = nn.Linear(2, 2)
     state = {"step": 3, "exp_avg": torch.ones(2, 2), "exp_avg_sq": torch.ones(2, 2)}
     form = {"state": {0: state}, "param_groups": [{"params": [0, 1]}]}
@@ -2117,7 +2163,7 @@ def test_parts_of_tensors_are_read_as_blocks():
 
 
 class Rotary(nn.Module):
-    """A module with buffers that no checkpoint holds, as in decoders of transformers."""
+    """A module with buffers that no checkpoint contains, as in decoders of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -2210,7 +2256,9 @@ def test_objects_that_are_none_or_several(tmp_path: Path):
     one = torch.optim.AdamW(model.parameters())
 
     class Container(torch.optim.Optimizer):
-        """Like torchtitan's: a list that looks like one optimizer, and has an empty own state."""
+        """An optimizer like torchtitan's: a list of optimizers that looks like one optimizer and
+        whose own state is empty.
+        """
 
         def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
             super().__init__(model.parameters(), {})
@@ -2338,7 +2386,9 @@ def test_a_conversion_names_all_that_it_leaves_out(tmp_path: Path, capsys: Any):
 
 
 def test_only_some_tensors(tmp_path: Path):
-    """Only tensors that patterns or a function choose, and the states of these parameters alone."""
+    """A save or load takes only the tensors that patterns or a function choose, and only the states
+    of these parameters.
+    """
     model, optimizer = trained()
     checkpoint.save(tmp_path / "part", model, optimizer, only=["one.*", "scale"])
     stored = Opened(tmp_path / "part")
@@ -2359,7 +2409,7 @@ def test_only_some_tensors(tmp_path: Path):
     for name, value in values(other, into).items():
         ours = name.startswith("one.") or name.partition(".")[0] in numbers
         assert torch.equal(value, (expected if ours else before)[name]), name
-    assert into.param_groups[0]["lr"] == 1.5  # kept: its group has other parameters, too
+    assert into.param_groups[0]["lr"] == 1.5  # unchanged: its group has other parameters, too
     run = checkpoint.Checkpointer(tmp_path / "run", only=(name for name in ["one.*"]))
     run.save(1, model)
     other = Net(1)
@@ -2426,7 +2476,9 @@ def test_a_snapshot_does_not_disturb_other_hooks_of_optimizer_steps():
 
 
 def test_a_step_that_is_removed_while_others_look(tmp_path: Path, monkeypatch: Any):
-    """A reader that polls `latest` has seen a step's folder, and finds no manifest in there."""
+    """A step is removed after a reader of `latest` has seen the step's folder and before the reader
+    opens the step's manifest.
+    """
     run = checkpoint.Checkpointer(tmp_path, keep=None)
     for step in (1, 2):
         run.save(step, nn.Linear(2, 2))
@@ -2442,13 +2494,13 @@ def test_a_step_that_is_removed_while_others_look(tmp_path: Path, monkeypatch: A
     assert run.latest() == tmp_path / "step-000002" and run.steps() == [2]
     shutil.rmtree(tmp_path / "step-000002")
     (tmp_path / "step-000003").mkdir()
-    (tmp_path / "step-000003" / "model.safetensors").touch()  # what is left of a step is damaged
+    (tmp_path / "step-000003" / "model.safetensors").touch()  # remains of a step count as damaged
     with pytest.raises(checkpoint.CheckpointError, match=r"steps \[3\] is damaged or missing"):
         run.latest()
 
 
 class Full(nn.Module):
-    """A module with a buffer of ``n`` values ``fill``."""
+    """A module with a buffer of ``n`` elements, which all have the value ``fill``."""
 
     def __init__(self, n: int, fill: float) -> None:
         super().__init__()
@@ -2456,7 +2508,7 @@ class Full(nn.Module):
 
 
 class Interrupting:
-    """Sends its own process a signal while its state is read."""
+    """An object that sends a signal to its own process while its state is read."""
 
     def state_dict(self) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -2467,8 +2519,8 @@ class Interrupting:
 
 
 def test_a_save_that_begins_inside_of_another(tmp_path: Path, monkeypatch: Any):
-    """Once both saves copied into one memory: the first checkpoint had the second's values, with
-    checksums that fit.
+    """The two saves must not share memory. In an earlier version both saves copied into one memory:
+    the first checkpoint had the second one's values, with matching checksums.
     """
     write, may_write = background.write_plan, threading.Event()
 
@@ -2508,7 +2560,9 @@ def wait_in_child(handle: Any, into: Any) -> None:
 
 
 def test_a_process_forked_during_a_save_in_the_background(tmp_path: Path, monkeypatch: Any):
-    """Once a forked worker of a loader waited for ever at its end, for a thread that it has not."""
+    """A forked worker must not wait for a thread that exists only in the parent process. In an
+    earlier version, a worker of a data loader waited at exit and never ended.
+    """
     checkpoint.save(tmp_path / "before", Full(3, 1.0))
     write, may_write = background.write_plan, threading.Event()
 
@@ -2545,14 +2599,18 @@ def test_steps_of_other_types(tmp_path: Path, make: Any):
 
 @pytest.mark.parametrize("step, text", [(-1, "at least 0, not -1"), (1.5, "whole number, not 1.5")])
 def test_steps_that_no_folder_has(tmp_path: Path, step: Any, text: str):
-    """Refused at once: ``resume`` would not see the folder of a negative step."""
+    """A save with a negative or fractional step is refused at once. ``resume`` would not find the
+    folder of a negative step.
+    """
     with pytest.raises((ValueError, TypeError), match=text):
         checkpoint.Checkpointer(tmp_path).save(step, Full(3, 1.0))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_name_that_headers_have_for_themselves(tmp_path: Path):
-    """Refused at once: a file with such a name was saved before, and no reader took it."""
+    """A tensor with the name ``__metadata__`` is refused at once. An earlier version saved such a
+    tensor, and no reader accepted the file.
+    """
     model = nn.Module()
     model.register_buffer("__metadata__", torch.ones(3))
     with pytest.raises(

@@ -1,4 +1,6 @@
-"""Codecs: every code, every bfloat16, and what rows become, against ml_dtypes and formulas."""
+"""Tests of the codecs: every code, every bfloat16, and the values of coded rows are compared with
+ml_dtypes and with formulas.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ F8 = {
 }
 BLOCKS = {name: block for name, block, *_ in _probe.CODECS}
 BITS = {name: bits for name, _, bits, *_ in _probe.CODECS}
-# Bounds of errors, by the block's largest magnitude. mxfp8 cuts off above 448 of 512 scales.
+# Bounds of errors relative to the block's largest magnitude. mxfp8 saturates: values of up to 512
+# times the scale become 448 times the scale.
 BOUNDS = {
     "int8": 1 / 251,
     "float8_e4m3": 1 / 27,
@@ -59,7 +62,7 @@ def scales_at(codec, rows, row):
 
 
 def with_scale(codec, codes, scale):
-    """The coded memory of one row that is one block."""
+    """Return the coded bytes of one row that consists of one block."""
     row = len(codes)
     out = np.zeros(_probe.codec_bytes(codec, 1, row), np.uint8)
     out[:row] = codes
@@ -86,7 +89,7 @@ def test_every_code_has_the_value_of_its_format(codec, kernels):
     dtype, largest, block = F8[codec]
     codes = np.arange(256, dtype=np.uint8)
     expected = codes.view(dtype).astype(np.float32)
-    scale = 127 if codec == "mxfp8" else largest  # a factor of 1 for both
+    scale = 127 if codec == "mxfp8" else largest  # both mean a factor of 1
     found = [
         decode(codec, with_scale(codec, part, scale), (1, len(part)))[0]
         for part in np.split(codes, 256 // block)
@@ -95,7 +98,7 @@ def test_every_code_has_the_value_of_its_format(codec, kernels):
     found = np.concatenate(found)
     if codec == "mxfp8":
         assert same(found, expected)
-    else:  # values / largest * largest
+    else:  # decoded values are value / largest * largest
         scaled = expected * np.float32(1 / largest) * np.float32(largest)
         assert np.array_equal(found[finite], scaled[finite])
         assert same(found[~finite], expected[~finite])
@@ -103,7 +106,7 @@ def test_every_code_has_the_value_of_its_format(codec, kernels):
 
 @pytest.mark.parametrize("codec", F8)
 def test_every_bfloat16_is_rounded_to_its_format(codec, kernels):
-    """Blocks hold the format's largest number, so that their values are not scaled."""
+    """Each block contains the format's largest number, so that its values are not scaled."""
     dtype, largest, block = F8[codec]
     every = np.arange(65536, dtype=np.uint16)
     values = every.view(ml_dtypes.bfloat16).astype(np.float32)
@@ -132,7 +135,7 @@ def test_nf4_is_the_nearest_level(kernels):
 
 
 def bitsandbytes(values):
-    """Codes and scales of bitsandbytes' quantize_4bit on processors (0.50.2)."""
+    """Return the codes and scales of bitsandbytes' quantize_4bit (0.50.2) on processors."""
     blocks = values.reshape(-1, 64)
     most = np.abs(blocks).max(1)
     scaled = blocks * (np.float32(1) / np.maximum(most, np.float32(1e-38)))[:, None]
@@ -160,17 +163,19 @@ def test_nf4_has_the_codes_and_values_of_bitsandbytes(kernels):
     expected = (NF4[levels] * scales[:, None]).reshape(values.shape)
     found = decode("nf4", coded, values.shape)
     assert np.array_equal(found, expected)
-    assert np.array_equal(encode("nf4", found), coded)  # the values have the same codes
+    assert np.array_equal(encode("nf4", found), coded)  # decoded values keep their codes
 
 
 def nvfp4_rows(parts):
-    """Rows of parts of 16 values; each row begins with a part that makes its float32 scale 1."""
+    """Return rows that consist of ``parts``, which have 16 values each. Each row begins with an
+    additional part that makes the row's float32 scale 1.
+    """
     parts = np.pad(parts, ((0, -len(parts) % 31), (0, 0))).reshape(-1, 31, 16)
     return np.pad(parts, ((0, 0), (1, 0), (0, 0)), constant_values=2688).reshape(-1, 512)
 
 
 def nvfp4_codes(rows):
-    """Codes and scales of all parts but the first one of each row."""
+    """Return the codes and scales of all parts except the first part of each row."""
     coded = encode("nvfp4", rows)
     at = scales_at("nvfp4", *rows.shape)
     codes = np.stack([coded[:at] >> 4, coded[:at] & 15], -1).reshape(len(rows), 32, 16)
@@ -196,7 +201,7 @@ def test_every_code_of_nvfp4_under_every_scale_has_its_value(kernels):
 
 
 def test_every_bfloat16_is_rounded_to_nvfp4(kernels):
-    """Each bfloat16 as a value under a scale of 1, and as a scale."""
+    """Each bfloat16 is encoded as a value under a scale of 1, and as a scale."""
     every = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     values = every[np.abs(every) <= 6]
     padded = np.pad(values, (0, -len(values) % 15)).reshape(-1, 15)
@@ -216,7 +221,9 @@ def test_every_bfloat16_is_rounded_to_nvfp4(kernels):
 
 
 def test_nvfp4_has_the_codes_and_values_of_torchao(kernels):
-    """torchao's nvfp4_quantize (0.18) with one scale for the tensor, which each block has here."""
+    """Values equal those of torchao's nvfp4_quantize (0.18), which has one float32 scale for the
+    tensor. Here every row has that scale, because the largest magnitude in each row is 6.7.
+    """
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((200, 512)).astype(np.float32)
     rows *= np.float32(2.0) ** rng.integers(-8, 1, (200, 32, 1)).repeat(16, 2).reshape(200, 512)
@@ -234,7 +241,9 @@ def test_nvfp4_has_the_codes_and_values_of_torchao(kernels):
 
 
 def test_pages_know_every_codec():
-    """docs/hosts.md and the docstring name each codec of the list of ``codec_bits.h``."""
+    """docs/hosts.md and the docstring of QuantizedPolicy name each codec that ``codec_bits.h``
+    lists.
+    """
     page = (Path(__file__).parents[2] / "docs/hosts.md").read_text()
     for codec in BLOCKS:
         assert f"`{codec}`" in page
@@ -255,14 +264,14 @@ def test_int4_is_the_nearest_integer(kernels):
 def test_rounding_at_random_is_right_on_average(kernels):
     rng = np.random.default_rng(0)
     rows = np.full((4000, 128), 0.3, np.float32)
-    rows[:, 0] = rng.uniform(1, 2, 4000)  # nothing else differs between blocks
+    rows[:, 0] = rng.uniform(1, 2, 4000)  # blocks differ only in this value
     found = decode("int4_stochastic", encode("int4_stochastic", rows), rows.shape)[:, 1:]
     step = rows[:, :1] / 7
     below = np.floor(np.float32(0.3) / step)
     assert (np.isclose(found, below * step) | np.isclose(found, (below + 1) * step)).all()
     deviation = step.mean() / 2 / np.sqrt(found.size)  # an upper bound
     assert abs(found.mean() - 0.3) < 5 * deviation
-    by_place = found.mean(0)  # values at one place of the blocks are not all rounded one way
+    by_place = found.mean(0)  # at each place, blocks must round in both directions
     assert np.abs(by_place - 0.3).max() < 5 * step.mean() / 2 / np.sqrt(len(rows))
     assert abs(decode("int4", encode("int4", rows), rows.shape)[:, 1:].mean() - 0.3) > deviation
     neighbours = np.corrcoef((found - 0.3)[:, :-1].ravel(), (found - 0.3)[:, 1:].ravel())[0, 1]
@@ -287,7 +296,7 @@ def test_blocks_keep_their_largest_value_and_end_with_their_row(codec, row, kern
             back = found[number, begin : begin + BLOCKS[codec]]
             assert np.isfinite(back).all()
             at = np.abs(block).argmax()
-            if codec == "nvfp4":  # the product of three factors
+            if codec == "nvfp4":  # the decoded value is a product of three factors
                 np.testing.assert_allclose(back[at], block[at], 3e-7, 1e-40)
             assert codec in ("mxfp8", "nvfp4") or back[at] == block[at]
             assert (np.abs(back - block) <= np.abs(block[at]) * BOUNDS[codec]).all()

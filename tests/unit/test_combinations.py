@@ -1,4 +1,4 @@
-"""Which items of a product `--combinations` keeps."""
+"""Tests of pytest's option `--combinations`: which combinations of a test's parameters it keeps."""
 
 from __future__ import annotations
 
@@ -74,14 +74,16 @@ def test_a_product_inside_a_test(monkeypatch):
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(("left", "right"), [(1, 1), (2, 1), (2, 2)])
 def with_axes(world, size, left, right):
-    """Never run; ``size`` has the same values as the world size."""
+    """This function never runs. ``size`` has the same values as ``world``."""
 
 
 with_axes.rank_function = with_axes  # as harness.ranks does
 
 
 def items_of(function, ids, folder="unit", **more):
-    """Items like pytest's: marks and ids begin with the parametrize call nearest the function."""
+    """Return items like pytest's: marks and ids begin with the parametrize call nearest the
+    function.
+    """
     markers = function.pytestmark
     return [
         SimpleNamespace(
@@ -108,13 +110,17 @@ def test_items_are_chosen_by_test():
 
 
 def test_pytest_shows_what_the_choice_reads(request):
-    """If pytest hid axes of items, nothing would be left out, and no other test would say so."""
+    """combinations.py must find the parametrised axes in pytest's items. Otherwise no item would be
+    left out, and no other test would fail.
+    """
     found = [i for i in request.session.items if i.originalname == "test_with_axes"]
     assert all(set(combinations.axes_of(item)[1]) == {"world", "flag"} for item in found)
 
 
 def test_one_process_keeps_its_product(monkeypatch):
-    """Tests of one process take milliseconds, and each value may be code of its own."""
+    """Tests of one process keep all combinations: they take milliseconds, and each value may run
+    different code.
+    """
     monkeypatch.delattr(with_axes, "rank_function")
     items = items_of(with_axes, (["1-1", "2-1"], ["1", "2"], ["1", "2"]))
     assert choose(items, "each") == items
@@ -125,7 +131,7 @@ def test_one_process_keeps_its_product(monkeypatch):
 @pytest.mark.parametrize("world", [1])
 @pytest.mark.parametrize("flag", [True, False])
 def test_with_axes(world, flag):
-    """Makes the items of test_pytest_shows_what_the_choice_reads."""
+    """Provide the items that test_pytest_shows_what_the_choice_reads looks at."""
     assert world == 1
 
 

@@ -1,4 +1,4 @@
-"""Comm as a Python type: one rank, callbacks, errors, and the choice of a communicator."""
+"""Tests of Comm as a Python type: one rank, callbacks, errors, and the choice of a communicator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from fsdpc._comm import bootstrap as _bootstrap
 
 
 class Loopback:
-    """Callbacks of a group whose other ranks hold what `others` says."""
+    """Callbacks that record their calls and act as if the other ranks held the same data as this
+    rank.
+    """
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
@@ -426,7 +428,7 @@ def test_bad_process_timeout(seconds):
     ],
 )
 def test_a_thread_waits_for_another_one_until_the_process_deadline(name, call):
-    """The other thread is inside a collective, and so inside its unit and its tree."""
+    """The other thread is inside a collective, and therefore inside its unit and its tree."""
     inside, leave = threading.Event(), threading.Event()
 
     class Calls:
@@ -465,7 +467,7 @@ def test_timeout(monkeypatch):
 
 
 def test_the_deadline_ends_a_wait_before_torchs_own_does(monkeypatch, tmp_path):
-    """torch's collectives end without naming a rank: fsdpc's deadline must come before torch's."""
+    """torch's collectives end without naming a rank, so fsdpc's deadline must come first."""
     monkeypatch.setenv("FSDPC_TIMEOUT", "")
     limit = datetime.timedelta(seconds=20)
     store = dist.FileStore(str(tmp_path / "store"), 1)

@@ -1,4 +1,4 @@
-"""No comparison in the tests succeeds because a value is NaN."""
+"""No comparison in the tests may succeed because a value is NaN."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 LARGEST = {"max", "amax", "nanmax", "maximum", "fmax"}
-KEEPS_NAN = {"torch"}  # torch.max and Tensor.max give NaN for NaN
-MEANT = {  # files whose subject is NaN
+# The maximum functions of these modules return NaN if a value is NaN. So does Tensor.max.
+KEEPS_NAN = {"torch"}
+MEANT = {  # files that test NaN on purpose
     "kernels/test_kernels.py",
     "gpu/test_kernels_gpu.py",
     "unit/test_codec.py",
@@ -18,7 +19,7 @@ MEANT = {  # files whose subject is NaN
 
 
 def passes_nan(tree: ast.AST) -> list[tuple[int, str]]:
-    """Lines with a comparison that NaN would pass, and why."""
+    """Return the lines with a comparison that NaN would pass, each with a reason."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert) and negated_order(node.test):
@@ -39,7 +40,7 @@ def passes_nan(tree: ast.AST) -> list[tuple[int, str]]:
 
 
 def negated_order(test: ast.expr) -> bool:
-    """`not a > b`, `not (a > b).any()`"""
+    """Return whether the test is like `not a > b` or `not (a > b).any()`."""
     return (
         isinstance(test, ast.UnaryOp)
         and isinstance(test.op, ast.Not)
@@ -63,7 +64,7 @@ def too_large(test: ast.expr) -> bool:
 
 
 def keeps_largest(call: ast.Call) -> bool:
-    """Python's or NumPy's max over differences or absolute values."""
+    """Return whether the call is Python's or NumPy's max of differences or absolute values."""
     function = call.func
     if isinstance(function, ast.Name):
         known = function.id == "max"
@@ -78,7 +79,9 @@ def keeps_largest(call: ast.Call) -> bool:
 
 
 def holds_gap(node: ast.expr) -> bool:
-    """A difference's magnitude, or a name that says so."""
+    """Return whether the expression contains the magnitude of a difference, or a variable that by
+    its name holds such a magnitude.
+    """
     for n in ast.walk(node):
         if isinstance(n, ast.Call):
             name = n.func.id if isinstance(n.func, ast.Name) else getattr(n.func, "attr", "")

@@ -1,4 +1,4 @@
-"""docs/compatibility.md names all of torch's FSDP1, and fsdpc's signatures are torch's."""
+"""docs/compatibility.md names everything of torch's FSDP1, and fsdpc's signatures equal torch's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ READ_BY_OTHERS = {  # private names that downstream code reads
 
 
 def sections(text: str) -> dict[str, dict[str, str]]:
-    """{heading: {first cell without backticks: state}} of the document's tables."""
+    """Return {heading: {first cell without backticks: state}} for the document's tables."""
     found: dict[str, dict[str, str]] = {}
     for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         heading, _, body = part.partition("\n")
@@ -49,7 +49,7 @@ def table(heading: str) -> dict[str, str]:
 
 
 def plain_signature(function: Callable[..., Any]) -> inspect.Signature:
-    """A function's signature without annotations and without self."""
+    """Return a function's signature without annotations and without self."""
     signature = inspect.signature(function)
     parameters = [
         p.replace(annotation=inspect.Parameter.empty)
@@ -60,7 +60,7 @@ def plain_signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def own_members() -> list[str]:
-    """Public methods and properties that torch's class adds to nn.Module or overrides."""
+    """Return the public methods and properties that torch's class adds or overrides."""
     added = set(dir(THEIRS)) - set(dir(nn.Module))
     overridden = {name for name in vars(THEIRS) if hasattr(nn.Module, name)}
     names = {name for name in added | overridden if not name.startswith("_")}
@@ -75,7 +75,9 @@ def first_cell(name: str) -> str:
 
 
 def public_names() -> list[str]:
-    """Names of FSDP1: what its module knows. test_compatibility_doc2.py has those of FSDP2."""
+    """Return the public names of FSDP1: the names that torch.distributed.fsdp exports and that its
+    module fully_sharded_data_parallel has. test_compatibility_doc2.py tests the names of FSDP2.
+    """
     return [*(name for name in theirs.__all__ if hasattr(home, name)), "FlatParameter"]
 
 
@@ -150,7 +152,7 @@ def test_the_scalers_signature_is_torchs():
     expected = dict(plain_signature(sharded_grad_scaler.ShardedGradScaler.__init__).parameters)
     assert list(got) == list(expected)
     differ = [name for name in got if got[name].default != expected[name].default]
-    assert differ in (["device"], ["device", "process_group"])  # the document's row says why
+    assert differ in (["device"], ["device", "process_group"])  # docs/compatibility.md says why
 
 
 def test_names_are_torchs_objects():

@@ -1,4 +1,4 @@
-"""docs/compatibility.md names all of torch's FSDP2, and fsdpc's signatures are torch's."""
+"""docs/compatibility.md names everything of torch's FSDP2, and fsdpc's signatures equal torch's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METHODS = "FSDP2: methods of FSDPModule"
 
 
 def names() -> list[str]:
-    """Public names of torch's package that are not FSDP1's."""
+    """Return the public names of torch's package that are not names of FSDP1."""
     return [name for name in theirs.__all__ if name not in public_names()]
 
 

@@ -1,4 +1,4 @@
-"""An extension with and without CUDA kernels, on machines with and without a GPU."""
+"""Tests of the extension with and without CUDA kernels, on machines with and without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ASK = "import fsdpc._C as c; print(c.cuda_device(0))"
 
 
 def refusal(**environment: str) -> str:
-    """The last sentence of a process that asks for a GPU and is refused."""
+    """Return the last sentence of the error of a process that asks for a GPU and is refused."""
     result = subprocess.run(
         [sys.executable, "-c", ASK],
         capture_output=True,
@@ -108,8 +108,11 @@ def test_a_wrong_nvcc_is_named():
 
 
 def test_the_source_distribution_has_every_source(tmp_path):
-    """A source that is missing in the distribution cannot be built by who installs from it."""
-    # Metadata in a folder of its own: the tree's metadata may list files of an earlier build.
+    """An installation from the source distribution can only build the sources that the distribution
+    contains.
+    """
+    # The metadata goes to a separate folder, because the tree's metadata may list files of an
+    # earlier build.
     command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path)]
     command += ["sdist", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)

@@ -1,4 +1,6 @@
-"""Every tensor that the front end makes says on which device; what is host memory is listed."""
+"""Every call of the front end that makes a tensor names a device; calls that make host memory on
+purpose are listed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ FACTORIES = {
     "zeros",
 }
 HOST_ONLY = {"from_numpy", "frombuffer", "numpy"}
-# file, function: why host memory is right there
+# A key is (file, function). The value is the reason why the file may call the function, which makes
+# host memory.
 ALLOWED = {
     ("_comm/plain.py", "numpy"): "a message of a peer's is bytes in host memory",
     ("_comm/plain.py", "from_numpy"): "a message of a peer's is bytes in host memory",
@@ -56,7 +59,7 @@ ALLOWED = {
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    """Yields the calls ``torch.name(...)``, ``value.numpy()`` and ``value.new_...()``, by name."""
+    """Yield the calls ``torch.name(...)``, ``value.numpy()`` and ``value.new_...()``, by name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             owner, name = node.func.value, node.func.attr
@@ -88,7 +91,9 @@ def test_what_is_allowed_is_there():
 
 
 def test_numpy_sees_no_unit():
-    """Arrays over a unit's memory exist on the CPU only; the front end must not ask for them."""
+    """NumPy arrays over a unit's memory exist only on the CPU, so the front end must not ask for
+    them.
+    """
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Attribute) and node.attr in {"shard", "full", "grad"}:

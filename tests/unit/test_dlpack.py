@@ -1,4 +1,4 @@
-"""How the extension sees tensors and arrays, and how it hands memory out."""
+"""Tests of how the extension reads tensors and arrays, and how it exports memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_parameters_and_gradients(how):
     (parameter * 2).sum().backward()
     assert look(parameter, how) == expect(parameter)
     assert look(parameter.grad, how) == expect(parameter.grad)
-    hidden = parameter * 2  # a tensor inside a graph
+    hidden = parameter * 2  # a tensor with an autograd graph
     assert look(hidden, how) == expect(hidden)
 
 
@@ -62,7 +62,7 @@ def test_subclasses(how):
     class Marked(torch.Tensor):
         pass
 
-    kinds = [type(f"Kind{i}", (torch.Tensor,), {}) for i in range(8)]  # more than are remembered
+    kinds = [type(f"Kind{i}", (torch.Tensor,), {}) for i in range(8)]  # more than are cached
     for kind in [Marked, *kinds, Marked]:
         tensor = torch.ones(2, 3).as_subclass(kind)
         assert look(tensor, how) == expect(tensor.as_subclass(torch.Tensor))
@@ -163,7 +163,7 @@ def test_odd_strides_are_refused():
 
 
 class OnlyDlpack:
-    """An array of another library: nothing but the protocol."""
+    """An array of another library that supports only the DLPack protocol."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

@@ -1,4 +1,6 @@
-"""FlatParameter and Tree with NumPy alone: one unit's memory, its gathers and its sums."""
+"""Tests of FlatParameter and Tree with NumPy and without torch: the memory of one unit, its gathers
+and its sums.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ MIXED = [
 
 
 class Capsule:
-    """Hands a capsule to np.from_dlpack, which asks for an object with ``__dlpack__``."""
+    """An object with a ``__dlpack__`` that returns the given capsule, because np.from_dlpack takes
+    no capsules.
+    """
 
     def __init__(self, capsule) -> None:
         self.capsule = capsule
@@ -101,7 +105,7 @@ def test_views_share_memory(flat):
     assert bias[0] == -1 and over(flat.shard_segment(0))[offset] == -1
     flat.grad[offset + 2] = 7
     assert over(flat.grad_part(1))[2] == 7 and over(flat.grad_segment(0))[offset + 2] == 7
-    # One rank, no cast: the gathered values are the master's own memory.
+    # With one rank and no cast, the gathered values are the memory of the master shard.
     assert np.shares_memory(flat.full, flat.shard)
     assert np.array_equal(over(flat.full_param(0, (3, 4))), np.arange(12.0).reshape(3, 4))
 
@@ -198,7 +202,7 @@ WRONG = {
 def test_errors_name_unit_and_parameter(flat, call, error, text):
     with pytest.raises(error, match=text):
         call(flat)
-    # Nothing is left half done.
+    # The unit still works after the failed call.
     _probe.reduce(flat, [np.ones(12, "f4"), None])
     assert over(flat.grad_part(0)).tolist() == [1] * 12
 
@@ -231,7 +235,8 @@ def test_a_unit_belongs_to_one_tree(flat):
 
 # --- ranks, and no torch --------------------------------------------------------------------------
 
-# Each rank is a fork of a process that knows NumPy only; the body ends with asserts.
+# Each rank is a fork of a process that has imported NumPy but not torch. The body checks results
+# with asserts.
 RANKS = """
 import os, sys
 import numpy as np

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks make of a profiler's trace and of measured times, without a GPU."""
+"""Tests of how the GPU benchmarks evaluate a profiler's trace and measured times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def event(name: str, category: str, ts: float, dur: float, **args: object) -> di
 
 
 def trace() -> list[dict]:
-    """A job of 100 us: a product of 40 us, a cast half hidden by it; later a pack and a wait."""
+    """Return the trace of a job of 100 us: a matrix product of 40 us, a cast that is half hidden by
+    the product, and one wait of the host. A pack, a fill and another wait begin after the job.
+    """
     return [
         event(timeline.JOB, "user_annotation", 1000, 100),
         event("ampere_gemm", "kernel", 1010, 40, stream=7),
@@ -42,7 +44,7 @@ def test_work_and_waits_of_the_job():
         ("fsdpc_cuda_pack", 14, 1100, 1110),
         ("Memset (Device)", 7, 1120, 1121),
     ]
-    assert found.waits == 1  # not the one after the job
+    assert found.waits == 1  # the wait after the job does not count
 
 
 def test_hidden_shares():

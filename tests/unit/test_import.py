@@ -1,4 +1,6 @@
-"""The package's face: silent and light to import, torch's own objects under fsdpc's names."""
+"""Tests of importing the package: the import is silent and light, and enums, configuration classes
+and wrapping policies are torch's own objects.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ print(array.tolist(), issubclass(fsdpc.PeerError, fsdpc.CommError))
 
 
 def test_the_core_needs_numpy_only():
-    """No torch, no thread, no open file and no other library, a CUDA one least of all."""
+    """Importing the core loads neither torch nor another library, such as CUDA's, and leaves no
+    thread and no open file.
+    """
     command = [sys.executable, "-W", "error", "-c", CORE_PROBE]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.stderr == ""
@@ -80,8 +84,8 @@ def test_every_public_name_exists():
 
 
 def test_fsdp1s_public_names_are_all_here():
-    """Everything that torch.distributed.fsdp exports for the wrapper class."""
-    others = {  # names of the per-parameter front end
+    """fsdpc has every name that torch.distributed.fsdp exports for the wrapper class."""
+    others = {  # names of FSDP2, which do not belong to the wrapper class
         "CPUOffloadPolicy",
         "DataParallelMeshDims",
         "FSDPModule",

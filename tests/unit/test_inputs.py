@@ -1,5 +1,5 @@
-"""Moving of inputs: what is moved, that everything else is the same object, and the order of moving
-and casting. The meta device stands for a GPU.
+"""Tests of moving inputs to a device: what is moved, that all other values stay the same objects,
+and the order of moving and casting. The meta device stands for a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Waits in a thread that Ctrl-C ends: results, errors, and the wait after an interrupted one."""
+"""Tests of calls that run in a thread while the caller waits, so that Ctrl-C can end the wait:
+results, errors, and the wait after an interrupted wait.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,16 @@ def test_a_call_runs_before_the_wait_returns_and_its_error_arrives():
 
 @pytest.fixture
 def interrupts():
-    """Makes Ctrl-C raise: a background job of a shell ignores it."""
+    """Make Ctrl-C raise KeyboardInterrupt, because a background job of a shell ignores Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def test_the_wait_after_an_interrupted_one_is_whole(interrupts):
-    """Also where the first call goes on after its wait was interrupted."""
+    """The second wait lasts until the second call ends, even if the first call continues after its
+    own wait was interrupted.
+    """
     for obeys in (True, False):
         ends, ended = threading.Event(), []
 
@@ -50,7 +54,7 @@ def test_the_wait_after_an_interrupted_one_is_whole(interrupts):
 
         def second(ends=ends, ended=ended):
             ends.set()
-            time.sleep(0.2)  # the first one ends meanwhile
+            time.sleep(0.2)  # the first call ends meanwhile
             ended.append("second")
 
         interruptible.run(second, lambda: None)

@@ -1,4 +1,6 @@
-"""The rules of the source tree that a compiler does not check, each tried on planted text too."""
+"""Tests of rules of the source tree that a compiler does not check. Other tests give each rule a
+text that breaks the rule, and the rule must find this.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ SOURCES = {
     str(p.relative_to(ROOT)): p.read_text() for p in C_FILES if p.suffix in {".c", ".h", ".inc"}
 }
 
-# Folders, lowest first: a file includes headers of its own folder and of those before it.
+# The folders, lowest layer first. A file may include headers of its own folder and of the folders
+# before it.
 LAYERS = (
     "csrc/base",
     "kernels",
@@ -44,7 +47,7 @@ LAYERS = (
     "csrc/py",
 )
 RANKS = {name: rank for rank, name in enumerate(LAYERS)}
-# Only these files know CUDA or NCCL; all others see a device, a communicator, an arena.
+# Only these files use CUDA or NCCL. All other files use a device, a communicator or an arena.
 GPU_FILES = re.compile(
     r"csrc/([a-z]+/)+((device|arena|py)_cuda|(py_)?comm_nccl|(cuda|nccl)_)|kernels/cuda_"
 )
@@ -56,7 +59,9 @@ def layer(file: str) -> int | None:
 
 
 def path_of(include: str) -> str:
-    """Files of csrc are included by their path inside csrc, those of kernels by their name."""
+    """Return the path of an included file. Files of csrc are included by their path inside csrc,
+    files of kernels by their name.
+    """
     return f"csrc/{include}" if "/" in include else f"kernels/{include}"
 
 
@@ -65,13 +70,15 @@ def includes(text: str) -> list[str]:
 
 
 def code(text: str) -> str:
-    """The text without comments and without what stands in strings."""
+    """Return the text without comments and without the contents of strings."""
     pattern = r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])+'"
     return re.sub(pattern, lambda m: '""' if m[0][0] == '"' else " ", text, flags=re.DOTALL)
 
 
 def names_defined(text: str) -> set[str]:
-    """Functions and variables that other files see; rows of GET and SET define functions, too."""
+    """Return the functions and variables that other files can see. The macros GET and SET
+    define functions, too.
+    """
     functions = re.findall(r"^(?:[GS]ET\([^,]+, )?(fsdpc_\w+)[(,]", text, re.MULTILINE)
     variables = re.findall(
         r"^(?!static\b|extern\b|typedef\b)\w[\w ]*\b[ *]*\b(fsdpc_\w+)(?:\[\w*\])?(?: =|;)",
@@ -83,7 +90,7 @@ def names_defined(text: str) -> set[str]:
 
 @functools.cache
 def folders_of_names() -> dict[str, set[str]]:
-    """The folders whose files (headers aside) define each name."""
+    """Return for each name the folders in which a file other than a header defines the name."""
     folders: dict[str, set[str]] = {}
     for file, text in SOURCES.items():
         for name in names_defined(code(text)) if not file.endswith(".h") else ():
@@ -92,7 +99,7 @@ def folders_of_names() -> dict[str, set[str]]:
 
 
 def names_declared(text: str) -> set[str]:
-    """Functions whose prototypes stand here, and extern variables."""
+    """Return the functions whose prototypes are in the text, and the extern variables."""
     start = r"^(?!static\b|typedef\b|#)"
     functions = re.findall(start + r"\w[\w ]*[ *](fsdpc_\w+)\([^{;]*\);", text, re.MULTILINE)
     variables = re.findall(r"^extern \w[\w ]*[ *](fsdpc_\w+)(?:\[\w*\])?;", text, re.MULTILINE)
@@ -100,7 +107,9 @@ def names_declared(text: str) -> set[str]:
 
 
 def file_uses(sources: dict[str, str]) -> dict[str, set[str]]:
-    """Which other files of csrc each file uses, all by their names without folders."""
+    """Return for each file of csrc the other files that it uses, all by their names without
+    folders.
+    """
     texts = {
         Path(file).name: code(text)
         for file, text in sources.items()
@@ -115,7 +124,9 @@ def file_uses(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def circles(uses: dict[str, set[str]]) -> set[frozenset[str]]:
-    """The sets of files in which each file uses all others, directly or through other files."""
+    """Return the sets of files in which each file uses every other one, directly or through other
+    files.
+    """
 
     def reached(start: str) -> set[str]:
         seen: set[str] = set()
@@ -160,7 +171,9 @@ def private_headers_stay_in_their_folder(file: str, text: str) -> Iterator[str]:
 
 
 def headers_declare_their_own_folder(file: str, text: str) -> Iterator[str]:
-    """Else a low folder could call a high one: its include would go down, the call up."""
+    """A header may only declare what its own folder defines. Otherwise a file of a low folder could
+    include a header of a low folder that declares functions of a higher folder, and call them.
+    """
     for name in sorted(names_declared(code(text))) if file.endswith(".h") else ():
         if str(Path(file).parent) not in (homes := folders_of_names().get(name, set())):
             yield f"declares {name}, defined in {', '.join(sorted(homes)) or 'no file'}"
@@ -284,8 +297,8 @@ def test_only_the_package_imports_torch() -> None:
         assert not re.search(r'PyImport_Import\w*\s*\(\s*"torch', text), file
 
 
-# The package's folders, lowest first; "" is what users import. Behind "" is a wall: what trains
-# imports no companion (test_wall.py).
+# The package's folders, lowest first; "" stands for the modules that users import. The folders
+# after "" are companions, which no module that trains may import (test_wall.py).
 PACKAGE = (
     "ground",
     "_comm",
@@ -306,7 +319,9 @@ GROUND = {"_torch", "api", "wrap"}  # names of torch's
 # The one import of a higher layer: the wrapper's optimizer methods use fsdpc/state_dict.py.
 UPWARD = {("_fsdp1/optim/methods", "state_dict")}
 COMPANIONS = PACKAGE[PACKAGE.index("") + 1 :]
-# What may know companions: the tables of public names and of who registers, and the command.
+# The files that may refer to companions, each with the way in which it may do so. ``__init__``
+# refers to companions by name in its tables and imports them for type checkers. ``__main__`` refers
+# to companions by name in the table of commands.
 OPENINGS = {("__init__", "by name"), ("__init__", "for types"), ("__main__", "by name")}
 
 
@@ -319,7 +334,7 @@ def package_layer(module: str) -> int:
 
 @functools.cache
 def package_files(root: Path = ROOT / "fsdpc") -> dict[str, str]:
-    """Texts of the package's files, by paths without their ending."""
+    """Return the texts of the package's files, by their paths without the suffix."""
     return {str(p.relative_to(root).with_suffix("")): p.read_text() for p in root.rglob("*.py")}
 
 
@@ -328,7 +343,7 @@ def is_of_types(node: ast.AST) -> bool:
 
 
 def names_of_import(node: ast.AST, file: str) -> list[str]:
-    """The full names of what an import statement imports: modules, or names in modules."""
+    """Return the full names of what an import statement imports: modules, or names in modules."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
@@ -339,12 +354,13 @@ def names_of_import(node: ast.AST, file: str) -> list[str]:
 
 
 def package_imports(file: str, text: str, modules: set[str]) -> Iterator[tuple[str, str]]:
-    """Yields what a file imports of the package, as paths without their ending, and how: at import
-    of the file, in a function, for types, or by a name in a string.
+    """Yield what a file imports from the package, as a path without the suffix, and how it is
+    imported: at import of the file, in a function, for types, or by a name in a string.
     """
 
     def path_of(name: str) -> str:
-        home = _HOME.get(name.removeprefix("fsdpc.")) or name  # the module of a public name
+        # For a public name, take the module that defines the name.
+        home = _HOME.get(name.removeprefix("fsdpc.")) or name
         path = home.removeprefix("fsdpc.").replace(".", "/")
         return path if path in modules or "/" not in path else path.rpartition("/")[0]
 
@@ -365,7 +381,7 @@ NAMED = r"(fsdpc|_companions)(\.\w+)+"
 
 
 def arrows(files: dict[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yields file, import and how; skips what is no folder or module of the package."""
+    """Yield each file, what it imports and how. Imports from outside the package are skipped."""
     known = {*package_files(), *(file.rpartition("/")[0] for file in package_files())}
     for file, text in files.items():
         for name, how in package_imports(file, text, known):
@@ -431,7 +447,9 @@ def test_the_wall_leaves_the_innocent_alone():
 
 
 def test_no_two_modules_of_tests_and_benchmarks_have_one_name():
-    """All folders are on one path while tests run: the first file of a name would hide others."""
+    """All folders are on sys.path while tests run. If two modules had one name, the first module
+    would hide the second one.
+    """
     names: dict[str, Path] = {}
     for folder in ("tests", "benchmarks", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):

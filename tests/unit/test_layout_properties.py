@@ -1,4 +1,6 @@
-"""The layout against a NumPy model that was written from the contract in csrc/unit/layout.h."""
+"""Tests of the layout against a NumPy model that was written from the contract in
+csrc/unit/layout.h.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ Spec = tuple[str, int, str, str, str, bool]  # name, numel, storage, compute, re
 class Segment:
     key: tuple[str, str, str, bool]
     members: list[int]
-    step: int  # elements between places where something may begin
-    offsets: np.ndarray  # of the members, in elements
+    step: int  # members begin at multiples of this number of elements
+    offsets: np.ndarray  # the members' offsets in elements
     numel: int
     piece: int
 
@@ -35,7 +37,8 @@ class Segment:
 def model_segment(key: tuple, members: list[int], specs: list[Spec], world: int, align: int):
     storage = key[0]
     segment = Segment(key, members, 0, np.zeros(0), 0, 0)
-    # One step serves all dtypes of computing and reducing, so it is that of the narrowest dtype.
+    # The step has `align` bytes in the narrowest dtype, which has 2 bytes for floats. It is the
+    # same for all compute and reduce dtypes.
     segment.step = align if storage == "uint8" else align // 2
     sizes = np.array([specs[i][1] for i in members])
     room = -(-sizes // segment.step) * segment.step
@@ -52,7 +55,7 @@ def model(specs: list[Spec], world: int, align: int) -> list[Segment]:
 
 
 def stacked(sizes: list[int]) -> list[int]:
-    """The beginnings of areas that lie one behind the other, and the end of the last one."""
+    """Return where adjacent areas of the given sizes begin, and where the last area ends."""
     return [0, *np.cumsum(sizes, dtype=int).tolist()]
 
 
@@ -182,10 +185,12 @@ def test_padding_is_under_a_ten_thousandth(sizes: list[int], kinds: tuple, world
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kinds", [FP32, BF16], ids=["fp32", "bf16"])
 def test_padding_of_a_small_layer(kinds: tuple, world: int) -> None:
-    """A GPT-2 layer has 7 M elements. Up to 64 ranks the limit holds; beyond, rounding each rank's
-    piece to 16 bytes costs more than the limit, but never more than 16 bytes a rank."""
+    """A GPT-2 layer has 7 M elements. On up to 64 ranks, the share of padding is below 1e-4. With
+    more ranks, rounding each rank's piece up to 16 bytes may exceed this limit, but costs less than
+    16 bytes a rank.
+    """
     share = padding_share(GPT_2, kinds, world)
-    rounding = world * 8 / sum(GPT_2)  # 16 bytes of the narrowest dtype
+    rounding = world * 8 / sum(GPT_2)  # 8 elements of the narrowest dtype have 16 bytes
     assert share < 1e-4 or (world > 64 and share < rounding)
 
 
@@ -193,7 +198,9 @@ def test_padding_of_a_small_layer(kinds: tuple, world: int) -> None:
 
 
 def by_rows(i: int, shape: tuple[int, ...], kind: tuple) -> tuple:
-    """A spec as Python makes it: a 0-dim parameter is one row, a row has at least one element."""
+    """Return a spec as Python makes it: a 0-dim parameter is one row, and a row has at least one
+    element.
+    """
     return (f"p{i}", int(np.prod(shape)), *kind, max(1, int(np.prod(shape[1:]))))
 
 
@@ -210,7 +217,7 @@ def up(size: int, align: int) -> int:
 
 
 def chunks(shape: tuple[int, ...], world: int) -> list[np.ndarray]:
-    """Flat positions that each rank owns: `torch.chunk` along the first dimension."""
+    """Return the flat positions that each rank owns if `torch.chunk` cuts the first dimension."""
     positions = np.arange(int(np.prod(shape))).reshape(shape or (1,))
     block = -(-len(positions) // world)
     return [positions[r * block : (r + 1) * block].ravel() for r in range(world)]
@@ -278,7 +285,9 @@ def test_padding_by_rows_of_a_large_layer_is_under_two_per_cent(world: int) -> N
     got = layout([by_rows(i, s, (*BF16, True)) for i, s in enumerate(LLAMA_ROWS)], world, 256)
     share = got["padding_bytes"] / (got["full_bytes"] - got["padding_bytes"])
     assert share == 0 if world in (1, 2, 8, 64, 512) else share < 0.02
-    # Every rank's piece starts at 16 bytes in every buffer: the wide loops of all kernels apply.
+    # The pieces of the matrices start at multiples of 16 bytes in every buffer, so the wide loops
+    # of all kernels apply. On 3, 7 and 96 ranks, this does not hold for the two vectors, which are
+    # the last two segments.
     starts = [s["piece_numel"] * 2 % 16 for s in got["segments"]]
     assert not any(starts[:-2]) and (any(starts) == (world in (3, 7, 96)))
 

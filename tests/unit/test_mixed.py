@@ -1,4 +1,6 @@
-"""Casting of inputs and buffers: what is cast, and that everything else is the same object."""
+"""Tests of casting inputs and buffers: what is cast, and that all other values stay the same
+objects.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Mapping(collections.OrderedDict):
 
 @dataclasses.dataclass
 class Output(collections.OrderedDict):
-    """Like transformers' outputs: items and fields are the same, and update() raises."""
+    """A class like transformers' outputs: items and fields have the same values, and update()
+    raises.
+    """
 
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None
@@ -54,7 +58,9 @@ class Output(collections.OrderedDict):
 
 @dataclasses.dataclass
 class Needing(collections.OrderedDict):
-    """A class that copy.copy cannot copy: it calls the constructor without the value it needs."""
+    """A class that copy.copy cannot copy, because copy.copy calls the constructor without the
+    required value.
+    """
 
     first: torch.Tensor
     second: torch.Tensor | None = None

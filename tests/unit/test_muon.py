@@ -1,4 +1,6 @@
-"""Muon on plain tensors: torch's class to the bit, and which parameters are matrices."""
+"""Tests of Muon on plain tensors: steps equal those of torch's class to the bit, and which
+parameters are matrices.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def equal(ours: Any, theirs: Any) -> bool:
     ],
 )
 def test_equals_torch(options):
-    """fsdpc's and torch's steps are equal, and each class goes on from the other one's states."""
+    """fsdpc's and torch's steps are equal, and each class can continue from the states of the other
+    class.
+    """
     mine, other = parameters(), parameters()
     ours, theirs = optim.Muon(mine, **options), torch.optim.Muon(other, **options)
     run(mine, ours)
@@ -70,7 +74,9 @@ def test_equals_torch(options):
 
 
 def test_goes_back_to_an_earlier_state():
-    """The options go back, too: those of the loaded groups count, not those of before."""
+    """Loading an earlier state restores the options, too: the options of the loaded groups replace
+    the current ones.
+    """
     mine, other = parameters(), parameters()
     ours, theirs = optim.Muon(mine, lr=0.02), torch.optim.Muon(other, lr=0.02)
     saved = [copy.deepcopy(each.state_dict()) for each in (ours, theirs)]
@@ -85,8 +91,8 @@ def test_goes_back_to_an_earlier_state():
 
 
 def test_narrow_parameters_and_wide_iterations():
-    """Close to torch's steps: torch rounds the learning rate to bfloat16 on CPUs. In float32 the
-    iteration equals the formula.
+    """In bfloat16, steps are only close to torch's, because torch rounds the learning rate to
+    bfloat16 on CPUs. In float32, the iteration equals the formula.
     """
     mine, other = parameters(dtype=torch.bfloat16), parameters(dtype=torch.bfloat16)
     run(mine, optim.Muon(mine, lr=0.02))
@@ -108,7 +114,9 @@ def test_narrow_parameters_and_wide_iterations():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_updates_do_not_depend_on_where_a_piece_ends(dtype):
-    """torch's own sums of narrow types do depend on the place, at the end of a tensor."""
+    """If torch adds tensors of a narrow dtype, the result of an element near the end of the tensor
+    depends on the element's place. fsdpc's updates must not depend on where a piece ends.
+    """
     [param] = parameters([(300, 129)], dtype)
     [group] = optim.Muon([param], lr=0.02).param_groups
     for widths in ((129,), (100, 29)):
@@ -159,7 +167,9 @@ def test_which_parameters_are_matrices():
 
 
 def pieces(whole: torch.Tensor, rows: list[int] | None) -> list[torch.Tensor]:
-    """Cuts each matrix of a stack into matrices of `rows` rows, or into three beside each other."""
+    """Cut each matrix of a stack into matrices of `rows` rows, or, without `rows`, into three
+    matrices side by side.
+    """
     stack = whole.view(-1, *whole.shape[-2:])
     cut = stack.split(rows, 1) if rows else stack.split(stack.shape[-1] // 3, 2)
     return [matrix for part in cut for matrix in part]
@@ -237,8 +247,9 @@ def test_options_out_of_range(options, text):
 
 @pytest.mark.parametrize(("world", "bound"), [(8, 1.01), (64, 1.11)])
 def test_deal_is_balanced(world, bound):
-    """How much more than the mean the busiest rank has, of Llama-3-8B's matrices cut in rows. Of 96
-    large ones, some of 64 ranks have two, which are 1.109 times the mean.
+    """The busiest rank gets little more than the mean of the work on Llama-3-8B's matrices, which
+    are cut in rows. There are 96 large matrices: some of 64 ranks get two of them, which is 1.109
+    times the mean.
     """
     shapes = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 3
     work = [m * n * min(m, n) for m, n in shapes * 32]
@@ -255,5 +266,5 @@ def test_deal_is_balanced(world, bound):
     assert max(map(max, of_rounds)) <= (1 << 26) + max(sizes)
     assert len(of_rounds) > 1
     assert max(loads) <= bound * most
-    # A matrix that one rank holds whole stays on that rank.
+    # A matrix that one rank holds as a whole stays on that rank.
     assert deal([1] * world, np.eye(world).__getitem__, world) == list(range(world))

@@ -1,4 +1,6 @@
-"""Names without wrapper segments, and the name announced to the next unit."""
+"""Tests of functions that remove the names of wrappers from parameter names, and of the name that
+is announced for the next unit.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""fsdpc.optim with states on a disk: equal to states in memory; what a full disk, an error in the
-middle of a step, damaged bytes and a fork do.
+"""Tests of fsdpc.optim with states on a disk, which must equal states in memory. Other tests are
+about a full disk, an error in the middle of a step, damaged bytes and a fork.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fsdpc import _C, checkpoint, optim
 from fsdpc._companions.state_layout import ALIGN, PAGE, Wanted, lay_out
 from fsdpc.optim import _disk
 
-# pytest's folders may lie in memory, of which fsdpc warns.
+# pytest's temporary folders may be on a file system in memory. fsdpc warns of such a file system.
 pytestmark = pytest.mark.filterwarnings("ignore:.*keeps files in memory")
 SHAPES = ((300, 401), (7,), (0, 3), (128, 64), (5,), (90000,))
-SMALL = 400_000  # bytes of buffers: the first parameter takes several chunks
+SMALL = 400_000  # bytes of buffers, so few that the first parameter takes several chunks
 MAKERS: dict[str, tuple[torch.dtype, Callable[..., Any]]] = {
     "AdamW": (torch.float32, optim.AdamW),
     "AdamW amsgrad": (torch.float64, lambda p, **k: optim.AdamW(p, amsgrad=True, **k)),
@@ -83,8 +83,8 @@ def test_equal_to_states_in_memory(name: str, io: str, tmp_path: Path):
     train(params, one, range(4), **clip)
     train(others, other, range(4), **clip)
     same(one, params, other, others)
-    assert one._table is None  # steps with states on a disk go the long way
-    assert os.listdir(tmp_path) == []  # the file has no name
+    assert one._table is None  # steps with states on a disk use no table
+    assert os.listdir(tmp_path) == []  # the file of the states has no name
 
 
 def test_two_groups_gradient_scaler_and_late_parameters(tmp_path: Path):
@@ -127,7 +127,7 @@ def test_state_dicts_from_and_to_torch(tmp_path: Path):
     train(params, resumed, range(4, 6))
     train(others, optim_first, range(4, 6))
     same(resumed, params, optim_first, others)
-    resumed.state.clear()  # as new: states begin at zero again
+    resumed.state.clear()  # as in a new optimizer, states begin at zero
     optim_first.state.clear()
     train(params, resumed, range(6, 7))
     train(others, optim_first, range(6, 7))
@@ -136,7 +136,9 @@ def test_state_dicts_from_and_to_torch(tmp_path: Path):
 
 @pytest.mark.parametrize("where", ["disk", "host"])
 def test_masters_of_narrow_parameters(tmp_path: Path, where: str):
-    """Without a GPU, masters of ``Host`` lie in memory beside the parameters."""
+    """A master in float32 trains as a float32 parameter does. Without a GPU, masters of ``Host``
+    lie in memory beside the parameters.
+    """
     params = params_of(torch.bfloat16)
     wide = [nn.Parameter(p.detach().float()) for p in params]
     host = optim.Host(masters=True)
@@ -148,7 +150,7 @@ def test_masters_of_narrow_parameters(tmp_path: Path, where: str):
             generator = torch.Generator().manual_seed(step)
             param.grad = torch.randn(param.shape, generator=generator).bfloat16()
             full.grad = param.grad.float()
-        if step == 2:  # a value that the user sets is not undone by its master
+        if step == 2:  # the master does not undo a value that the user sets
             with torch.no_grad():
                 params[0][0, :5] = 3.0
                 wide[0][0, :5] = 3.0
@@ -162,7 +164,7 @@ def test_masters_of_narrow_parameters(tmp_path: Path, where: str):
 
 
 def test_states_of_8_bits(tmp_path: Path):
-    """Chunks have whole blocks; a buffer that holds no page of each state is refused."""
+    """Chunks consist of whole blocks. A buffer that cannot hold a page of each state is refused."""
     buffers = 3 * 1024 * (2 * 256 + 2 * 4)
     disk, generator = optim.Disk(tmp_path, buffers, checksum=True), torch.Generator()
     shapes = ((700, 701), (5,), (5000,))
@@ -186,7 +188,8 @@ def test_states_of_8_bits(tmp_path: Path):
         away.load_state_dict(saved)
     torch.testing.assert_close(away.state_dict(), before, rtol=0, atol=0)
     train(sets[1], away, range(5, 6))
-    saved["param_groups"][0]["min_8bit_size"] = 4097  # the same parameters have states of 8 bits
+    # With 4097 instead of 4096, the same parameters have 8-bit states.
+    saved["param_groups"][0]["min_8bit_size"] = 4097
     away.load_state_dict(saved)
     assert away.param_groups[0]["lr"] == 7.0
     other = optim.AdamW8bit(sets[1], offload=disk)  # has taken no step
@@ -195,7 +198,7 @@ def test_states_of_8_bits(tmp_path: Path):
     )
     train(sets[1], other, range(1))
     spans = other.state[sets[1][0]]["spans"]
-    for wrong in ([], [{"values": spans[0]["codes"]}]):  # set by the user
+    for wrong in ([], [{"values": spans[0]["codes"]}]):  # as if a user set these states
         other.state[sets[1][0]]["spans"] = wrong
         with pytest.raises(ValueError, match=r"\(700, 701\) .* must be \[\['codes', 'scales'\]\]"):
             train(sets[1], other, range(1, 2))
@@ -227,7 +230,9 @@ def test_layout_is_disjoint_in_whole_pages():
                 steps.setdefault(piece.number, []).append((piece.begin, piece.end))
                 for place, offset, item in zip(
                     piece.places, found.offsets[piece.number], items, strict=True
-                ):  # the buffer and the file hold the same bytes there
+                ):
+                    # One part of the chunk contains all bytes of the piece's state. Its place in
+                    # the buffer corresponds to its place in the file.
                     begin, end = (offset + k * item for k in (piece.begin, piece.end))
                     assert begin == end or any(
                         at <= begin and end <= at + count and place - to == begin - at
@@ -247,7 +252,7 @@ def test_layout_is_disjoint_in_whole_pages():
 
 @pytest.fixture
 def short_files() -> Iterator[Callable[[int], None]]:
-    """A function that sets the byte behind which files cannot be written."""
+    """Provide a function that limits the size of files: a write beyond the limit fails."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     yield lambda limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
@@ -265,7 +270,7 @@ def test_an_error_in_the_middle_of_a_step(
     train(params, one, range(2))
     train(others, other, range(2))
     saved, states = [p.detach().clone() for p in params], copy.deepcopy(one.state_dict())
-    short_files(500_000)  # the third chunk's place
+    short_files(500_000)  # the third chunk cannot be written
     with pytest.raises(OSError, match=r"rank 0: writing \d+ bytes at byte \d+") as error:
         train(params, one, range(2, 3))
     assert error.value.errno == errno.EFBIG
@@ -318,7 +323,7 @@ def test_damaged_bytes(tmp_path: Path):
     params = params_of(torch.float32)
     optimizer = optim.AdamW(params, offload=optim.Disk(tmp_path, SMALL, checksum=True))
     train(params, optimizer, range(2))
-    optimizer.state[params[0]]["exp_avg"].zero_()  # what the user sets is no damage
+    optimizer.state[params[0]]["exp_avg"].zero_()  # a value that the user sets is no damage
     train(params, optimizer, range(2, 3))
     os.pwrite(_C.disk_info(optimizer._store.disk)["fd"], b"\x01\x02\x03", PAGE)
     with pytest.raises(optim.DiskError, match=r"are not what was written there \(checksum\)"):
@@ -342,7 +347,9 @@ def test_a_fork_cannot_use_the_file(tmp_path: Path):
 
 @pytest.mark.parametrize("io", ["io_uring", "threads"])
 def test_a_fork_that_frees_the_optimizer_keeps_its_own_memory(io: str, tmp_path: Path):
-    """Once a child, with a hole where the buffers lay, mapped its own memory there and lost it."""
+    """In an earlier version, a forked child had a hole in its memory where the buffers had been.
+    The child mapped other memory into this hole and lost it when the child freed the optimizer.
+    """
     params = params_of(torch.float32)
     optimizer = optim.AdamW(params, offload=optim.Disk(tmp_path, SMALL, io=io))
     train(params, optimizer, range(1))
@@ -411,7 +418,7 @@ def test_checkpoints_are_read_into_the_file(tmp_path: Path):
     one.step()
     after = [p.detach().clone() for p in params]
     other = optim.AdamW(params, offload=optim.Disk(tmp_path / "states", SMALL, checksum=True))
-    for _ in range(2):  # into a new optimizer, then into one with states
+    for _ in range(2):  # first into a new optimizer, then into one with states
         checkpoint.load(tmp_path / "saved", model, other)
         assert all(torch.equal(a, b) for a, b in zip(params, values, strict=True))
         own = other._store.held[params[0]][0]["exp_avg"]
@@ -421,7 +428,7 @@ def test_checkpoints_are_read_into_the_file(tmp_path: Path):
         assert all(torch.equal(a, b) for a, b in zip(params, after, strict=True))
     last = optim.AdamW(params, offload=optim.Disk(tmp_path / "states", SMALL))
     checkpoint.load(tmp_path / "saved", model, last)
-    last.state.clear()  # states begin at zero, not at what was read
+    last.state.clear()  # states begin at zero, not at the loaded values
     last.step()
     moved = 0.1 * params[0].grad
     torch.testing.assert_close(last.state[params[0]]["exp_avg"], moved)
@@ -429,7 +436,10 @@ def test_checkpoints_are_read_into_the_file(tmp_path: Path):
 
 @pytest.mark.parametrize("where", ["disk", "host"])
 def test_narrow_states_of_a_checkpoint_become_wide_beside_masters(tmp_path: Path, where: str):
-    """As a state dict's narrow states do. Without a GPU, ``Host`` has states beside parameters."""
+    """If an optimizer has float32 masters, it converts bfloat16 states that it loads to float32.
+    This holds for states from a checkpoint and from a state dict. Without a GPU, ``Host`` keeps
+    states beside the parameters.
+    """
     model = nn.Linear(30, 40).bfloat16()
     params = list(model.parameters())
     plain = optim.AdamW(params)
@@ -445,7 +455,7 @@ def test_narrow_states_of_a_checkpoint_become_wide_beside_masters(tmp_path: Path
             optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
         elif number == 1:
             checkpoint.load(tmp_path / "saved", model, optimizer)
-        else:  # set by the user
+        else:  # as if a user set the states
             for param in params:
                 optimizer.state[param] = copy.deepcopy(plain.state[param])
         wide = {v.dtype for state in optimizer.state.values() for v in state.values()}

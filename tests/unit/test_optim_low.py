@@ -1,4 +1,4 @@
-"""Lion, AdamWBF16, AdamW8bit and AdamMini on plain tensors, against their formulas."""
+"""Tests of Lion, AdamWBF16, AdamW8bit and AdamMini on plain tensors against their formulas."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def run(optimizer: torch.optim.Optimizer, steps: int = 3, start: int = 0) -> Non
 
 
 def test_sums_of_squares_of_blocks_on_a_gpu_are_those_of_the_processor():
-    """The GPU's function works on any device, so host tensors serve. One part or several."""
+    """The GPU's function works on any device, so the test passes host tensors. The function sums in
+    one part or in several.
+    """
     values = torch.randn(1000)
     for first, length, blocks in (
         (37, 64, 17),
@@ -76,14 +78,16 @@ def test_lion_equals_its_formula():
 
 
 def test_rounding_is_unbiased_and_between_neighbours():
-    """Parameters that move by less than half a unit of bfloat16 move by the right mean."""
+    """Parameters that move by less than half a unit of bfloat16 move by the right amount on
+    average.
+    """
     n = 1 << 20
     param = nn.Parameter(torch.ones(n, dtype=torch.bfloat16))
     param.grad = torch.ones(n, dtype=torch.bfloat16)
     optim.AdamWBF16([param], lr=1e-3, weight_decay=0).step()  # to 0.999, between 0.9961 and 1
     below = 1 - 2**-8
     assert set(param.float().unique().tolist()) == {below, 1.0}
-    # A standard deviation of the mean of n draws is 0.0039 * 0.44 / 1024.
+    # The standard deviation of the mean of n draws is 0.0039 * 0.44 / 1024.
     assert param.float().mean().item() == pytest.approx(0.999, abs=1e-5)
     nearest = nn.Parameter(torch.ones(n, dtype=torch.bfloat16))
     nearest.grad = torch.ones(n, dtype=torch.bfloat16)
@@ -92,8 +96,9 @@ def test_rounding_is_unbiased_and_between_neighbours():
 
 
 def test_random_bits_do_not_correlate():
-    """Random bits along the index, between steps, between parameter and both states, and with each
-    bit of the index: no correlation beyond 5 standard deviations of independent bits.
+    """Random bits correlate by less than 5 standard deviations of independent bits' correlation.
+    The test compares bits along the index, bits of two steps, bits of the parameter and of both
+    states, and bits with each bit of the index.
     """
     n = 1 << 18
     rounded = []
@@ -157,7 +162,7 @@ def test_bfloat16_states_of_float32_parameters():
 
 
 def dynamic_map(signed: bool) -> np.ndarray:
-    """The 256 values of dynamic quantisation, sorted."""
+    """Return the 256 values of dynamic quantisation, sorted."""
     found = [0.0, 1.0]
     for decade in range(7):
         cells = 2 ** (decade if signed else decade + 1)
@@ -190,7 +195,7 @@ def test_quantises_to_the_nearest_code(monkeypatch, which: int, simd: str):
     tried = slice(0, 1 << 12)
     nearest = np.abs(table[None, :] - x.double().numpy()[tried, None]).argmin(axis=1)
     wrong = nearest != codes.numpy()[tried]
-    if which == 1:  # zero is only for zero
+    if which == 1:  # only zero gets the code of zero
         assert (codes[x > 0] > 0).all()
         wrong &= x.numpy()[tried] > 1.625e-7
     assert wrong.sum() <= 1  # one value may lie midway between two codes
@@ -245,7 +250,9 @@ def test_8bit_shows_what_is_not_finite(bad: float):
 
 @pytest.mark.parametrize("make", [optim.AdamWBF16, optim.AdamW8bit, "AdamMini"])
 def test_states_of_torchs_adamw_load(make: Any):
-    """Options that the groups of torch's AdamW do not have keep their values."""
+    """Loading torch's states keeps the values of options that the groups of torch's AdamW do not
+    have.
+    """
     theirs, mine = one(), one()
     torchs = torch.optim.AdamW([theirs], lr=1e-3)
     run(torchs)
@@ -330,7 +337,7 @@ def test_deepcopy_and_pickle():
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors in the states, without step counts."""
+    """Return the bytes of all tensors in the states, without step counts."""
     found, todo = 0, list(optimizer.state.values())
     while todo:
         value = todo.pop()

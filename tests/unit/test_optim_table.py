@@ -1,4 +1,6 @@
-"""Steps by a table in C: equal to the long way whatever a program changes between two steps."""
+"""Steps by a table in C equal steps without the table, whatever a program changes between two
+steps.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def set_grads(params: list[nn.Parameter], step: int) -> None:
         param.grad = values(100 * step + i, param.shape).to(param.dtype)
 
 
-# What a program does before step 4 (and, where that matters, before step 5).
+# Each of these functions does something that a program may do between two steps. The test calls the
+# function before steps 4 and 5.
 def nothing(optimizer: Any, params: Any, step: int) -> None:
     pass
 
@@ -128,7 +131,7 @@ def low_grad(optimizer: Any, params: Any, step: int) -> None:
 
 
 class Marked(torch.Tensor):
-    """A gradient of another type than torch.Tensor."""
+    """A gradient whose type is a subclass of torch.Tensor."""
 
 
 def subclass(optimizer: Any, params: Any, step: int) -> None:
@@ -170,7 +173,9 @@ CHANGES = (
 
 
 def train(name: str, change: Any, clip: bool) -> tuple[list[Any], list[Any], int]:
-    """Trains; returns parameters, states, and how many steps an existing table did."""
+    """Train and return the parameters, the states, and the number of steps that used the table of
+    an earlier step.
+    """
     params = [nn.Parameter(values(i, size)) for i, size in enumerate(SIZES)]
     optimizer, done = MAKES[name](params), 0
     for step in range(STEPS):
@@ -257,13 +262,13 @@ def test_lazily_negated_memory_is_refused():
     params[0].grad = torch._neg_view(params[0].grad)
     with pytest.raises(BufferError, match=r"lazily negated .* call resolve_neg\(\)"):
         optimizer.step()
-    for step in range(2):  # the first makes a table, the second reads the state by it
+    for step in range(2):  # the first step makes a table, by which the second step reads the state
         set_grads(params, step)
         optimizer.step()
     state = optimizer.state[params[0]]
     address, memory = id(state["momentum_buffer"]), state.pop("momentum_buffer").detach()
     others = []
-    for _ in range(100):  # until a new object has the old one's address: usually at once
+    for _ in range(100):  # until a new object has the old object's address, usually at once
         state["momentum_buffer"] = torch._neg_view(memory)
         if id(state["momentum_buffer"]) == address:
             break
@@ -275,7 +280,7 @@ def test_lazily_negated_memory_is_refused():
 
 
 class Armed(nn.Parameter):
-    """A parameter that runs code of a program when a step reads its gradient."""
+    """A parameter that calls `act` when a step reads the parameter's gradient."""
 
     act: Any = None
 
@@ -396,7 +401,9 @@ def test_wrong_copies_are_refused():
 @pytest.mark.parametrize("scale", [1024.0, 3.0, 0.25])
 @pytest.mark.parametrize("name", MAKES)
 def test_one_pass_for_scale_norm_and_step(name: str, scale: float):
-    """Equal to the bit to dividing and clipping the gradients beforehand; .grad stays as it is."""
+    """The parameters have the same bits as if the gradients were divided and clipped before the
+    step, but .grad stays unchanged.
+    """
     found: list[list[nn.Parameter]] = []
     norms: list[float] = []
     for apart in (False, True):
@@ -409,7 +416,7 @@ def test_one_pass_for_scale_norm_and_step(name: str, scale: float):
             if step == 2:
                 params[4].grad[7] = float("inf")
             if step == 3:
-                params[4].grad[7] = 1e-40  # a quotient below the smallest normal number
+                params[4].grad[7] = 1e-40  # divided by the scale, this number is subnormal
             before = [p.grad.clone() for p in params]
             if not apart:
                 scaler.step(optimizer, max_norm=0.5)
@@ -430,7 +437,7 @@ def test_one_pass_for_scale_norm_and_step(name: str, scale: float):
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_infinities_are_found_before_hooks(max_norm: float | None, everywhere: bool):
-    """As with torch's scaler: infinities skip the step, also if its pre-hook mends them."""
+    """As with torch's scaler, a step with infinities is skipped even if a pre-hook removes them."""
     params, optimizer = stepped("SGD plain")
     scaler = ShardedGradScaler("cpu", init_scale=4.0)
     put = register_optimizer_step_pre_hook if everywhere else optimizer.register_step_pre_hook

@@ -1,4 +1,4 @@
-"""Adam, AdamW and SGD against torch's fused kernels: bits, states, loss scaling, loading."""
+"""Tests of Adam, AdamW and SGD against torch's fused kernels: bits, states, scaling, loading."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from fsdpc import _C, optim
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# A multiple of every vector length of torch's kernels (other code does a tensor's last elements),
-# and more than one part of ours.
+# The sizes are multiples of every vector length of torch's kernels. torch would handle the last
+# elements of tensors of other sizes with other code. The second size is larger than one part of
+# fsdpc's kernels.
 SIZES = (64, 32768 + 128)
 STEPS = 4
 ADAM = [
@@ -276,7 +277,9 @@ def test_what_cannot_be_stepped_is_refused():
 
 
 def test_a_step_that_raises_changes_nothing():
-    """The C code checks all tensors first: here the second step count has another type."""
+    """The C code checks all tensors before it changes any. Here the second step count has another
+    type.
+    """
     params = parameters(torch.float32, (32, 32))
     optimizer = optim.AdamW(params)
     set_grads(params, 0)
@@ -291,7 +294,9 @@ def test_a_step_that_raises_changes_nothing():
 
 @pytest.mark.parametrize("name", ["Adafactor", "Adam", "AdamW", "Muon", "SGD"])
 def test_groups_have_torchs_options(name: str):
-    """Checkpoints save what a constructor passes on: torch's options, and some more of Muon's."""
+    """Checkpoints save the options that a constructor passes on: torch's options and, for Muon,
+    some more.
+    """
     params = [nn.Parameter(torch.zeros(4, 4))]
     more = {"Muon": {"adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay", "use_muon"}}
     theirs = getattr(torch.optim, name)(params, **({} if name != "SGD" else {"lr": 1e-3})).defaults

@@ -1,5 +1,5 @@
-"""Which device a unit computes on, and what is moved there. No GPU is needed: what torch says of
-GPUs is replaced, and tensors on them are fake, or on the meta device.
+"""Tests of which device a unit computes on, and of what is moved to that device. No GPU is needed:
+what torch reports about GPUs is replaced, and tensors on GPUs are fake or on the meta device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsdpc._fsdp1.root import FRONT
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch and the core say that there are two GPUs, of which the second one is current."""
+    """Make torch and the core report two GPUs, of which the second one is current."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -37,7 +37,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def on(device: str) -> nn.Module:
-    """A layer on a GPU that is not there."""
+    """Return a layer on a GPU that does not exist."""
     layer = nn.Module()
     layer.weight = nn.Parameter(torch.empty(4, device=device))
     return layer

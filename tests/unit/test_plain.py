@@ -1,4 +1,4 @@
-"""What ranks send each other is read without running anything of the sender's."""
+"""Messages that ranks send each other are read without running any code of the sender."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ran: list[str] = []
 
 
 class Payload:
-    """Its pickle calls a function of the sender's choice."""
+    """An object whose pickle calls a function of the sender's choice."""
 
     def __reduce__(self) -> Any:
         return ran.append, ("code of a peer",)
@@ -176,7 +176,7 @@ def test_changed_bytes_are_a_value_or_malformed():
 
 
 class Row:
-    """A communicator of two ranks, of which the other one sends ``theirs``."""
+    """A communicator of two ranks; the rank other than ``rank`` sends ``theirs``."""
 
     world, rank = 2, 0
 
@@ -281,11 +281,12 @@ def test_a_greeting_of_other_bytes_names_its_rank(data):
 
 
 UNPICKLING = ("import pickle", "pickle.load", "_object(", "torch.load(")
-# snapshot.py only writes, for torch's viewer; dcp_folder.py's unpickler takes torch's own classes
-# alone and sets attributes of their instances alone; torch_files.py catches an error of pickle's.
+# snapshot.py only writes pickles, for torch's viewer. The unpickler of dcp_folder.py accepts only
+# torch's own classes and sets attributes only of their instances. torch_files.py only catches an
+# error of pickle's.
 PICKLES = {("snapshot.py", "import pickle"), ("dcp_folder.py", "import pickle"),
            ("torch_files.py", "import pickle")}  # fmt: skip
-# With weights_only=True, which runs no code of the file.
+# These calls pass weights_only=True, so no code of the file runs.
 PICKLES |= {("dcp_folder.py", "torch.load("), ("torch_files.py", "torch.load(")}
 
 

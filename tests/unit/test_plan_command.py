@@ -1,4 +1,6 @@
-"""``fsdpc plan`` as users call it, and the planner's parts that a run does not reach."""
+"""Tests of ``fsdpc plan`` as users call it, and of the parts of the planner that a run does not
+reach.
+"""
 
 from __future__ import annotations
 
@@ -75,10 +77,12 @@ def test_the_table_names_what_and_why(capsys):
 
 @pytest.mark.long
 def test_one_line_for_each_row_fits_the_terminal(capsys, monkeypatch):
-    """Output fits 100 columns, and a plan 80; reasons are shown only if they are asked for."""
+    """The output fits 100 columns, and a plan fits 80. Reasons are shown only if they are asked
+    for.
+    """
     found, suggest = [], advise.suggest
 
-    def suggest_once(*arguments, **options):  # its result does not depend on the terminal's width
+    def suggest_once(*arguments, **options):  # the result does not depend on the width
         found[:] = found or [suggest(*arguments, **options)]
         return found[0]
 
@@ -110,7 +114,9 @@ def test_help_has_examples_that_run(capsys):
 
 
 def test_own_units_for_embedding_and_head_are_tried(capsys):
-    """405 B on 128 ranks: the root's packed gradients alone are 33.6 GB of slots."""
+    """Units of their own are tried for the embedding and the head. For 405 B on 128 ranks, the
+    root's packed gradients alone take 33.6 GB of slots.
+    """
     big = ["llama-3-405b", "--world", "128", "--sequence", "8192", "--json", "--explain"]
     _, seen = output(capsys, *big)
     found = {c["switch"]: c["bytes"] for c in json.loads(seen.out)["changes"]}
@@ -121,7 +127,7 @@ def test_own_units_for_embedding_and_head_are_tried(capsys):
 
 
 def test_suggestions_differ(capsys):
-    """Where little fits, all that frees memory is tried; no suggested plan beats another one."""
+    """If few plans fit, every means that frees memory is tried. No suggested plan beats another."""
     builds = {w: partial(geometry.build, geometry.PRESETS["llama-3-8b"], wrap=w) for w in WRAPS[:2]}
     setup = Setup(world=4, compute="bfloat16")
     names = ("adamw", "adamw8bit")
@@ -233,7 +239,7 @@ def test_nothing_helps_where_one_unit_is_too_large(capsys):
 
 
 def test_every_optimizer_is_explained(capsys):
-    """Only with optimizers that fsdpc.optim can offload are host memory, and a disk, offered."""
+    """Host memory and a disk are offered only to optimizers that fsdpc.optim can offload."""
     for name, kind in states.OPTIMIZERS.items():
         code, seen = output(capsys, "gpt2", "--gpu", "h100", "--explain", "--optimizer", name)
         assert code == 0 and ("states in host memory" in seen.out) == kind.offloads, name
@@ -243,7 +249,9 @@ def test_every_optimizer_is_explained(capsys):
 @pytest.mark.long
 @pytest.mark.parametrize("more", [[], ["--suggest", "--gpu", "h100"], ["--explain"]])
 def test_405_b_on_16384_ranks_is_quick_and_small(more):
-    """Arithmetic only: no torch, no loop over ranks and parameters, a bounded number of plans."""
+    """Planning is only arithmetic: it imports no torch, has no loop over ranks and parameters, and
+    makes a bounded number of plans.
+    """
     script = (
         "import sys\n"
         "from fsdpc.__main__ import main\n"
@@ -289,7 +297,7 @@ def test_everything_that_lives_is_given_back(wrap, ratio, offload):
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
 def test_compressed_activations_are_priced_as_they_are_packed(dtype):
-    """A packed tensor costs its bytes; q, k, v and the output stay whole for attention."""
+    """A packed tensor costs its packed bytes. Attention's q, k, v and output are not packed."""
     from fsdpc.activations.compression import _Packed
 
     g = geometry.PRESETS["llama-1b"]
@@ -313,7 +321,9 @@ def test_compressed_activations_are_priced_as_they_are_packed(dtype):
 @pytest.mark.parametrize("preset", ["llama-1b", "gpt-oss-8e", "mixtral-8x7b"])
 @pytest.mark.parametrize("attention", ["flash", "eager"])
 def test_packing_passes_memory_twice(preset, attention):
-    """Packing and unpacking each pass over what is packed, at the memory's rate, beside compute."""
+    """Packing and unpacking each pass over the packed tensors once at the memory's rate. The time
+    of these passes is added to the time of compute.
+    """
     g, options = geometry.PRESETS[preset], {"attention": attention, "accumulation": 3}
     saved = [geometry.block_saved(g, Setup(compress=c, **options)) for c in ("bf16", "int8")]
     tensors = geometry.block_tensors(g, Setup(compress="int8", **options))
@@ -336,7 +346,7 @@ def test_packing_passes_memory_twice(preset, attention):
 @pytest.mark.parametrize("preset", ["llama-1b", "gpt-oss-8e", "mixtral-8x7b"])
 @pytest.mark.parametrize("attention", ["flash", "eager"])
 def test_offloaded_activations_leave_the_gpu(preset, attention):
-    """Tensors of the formula of 1 MiB or more go to host memory; smaller ones stay on the GPU."""
+    """Tensors of 1 MiB or more in the formula go to host memory. Smaller ones stay on the GPU."""
     options = {"compute": "bfloat16", "attention": attention, "micro_batch": 2}
     g, setup = geometry.PRESETS[preset], Setup(offload_activations=True, **options)
     per_token = [t.elements * t.item for t in geometry.block_tensors(g, setup)]
@@ -372,8 +382,9 @@ def test_ring_times_grow_with_hosts():
     assert collective_seconds(1e9, 1, setup, card) == 0
     made = planned("llama-3-8b", world=8, compute="bfloat16", sequence=8192)
     found = cost(made, card)
-    # Two gathers of every block but the last two, whose values are still in their slots, one of
-    # the root, and one sum of each unit; 7 of 8 parts of each go to the 7 peers.
+    # Every block is gathered twice, except for the last two, whose values are still in their slots.
+    # The root is gathered once, and each unit is reduced once. For each of these collectives, a
+    # rank sends 7/8 of the unit's bytes.
     blocks = sum(u.numel for u in made.model.units[1:])
     root, last = made.model.units[0].numel, made.model.units[-1].numel
     wire = (blocks * (2 * 2 + 4) - 2 * last * 2 + root * (2 + 4)) * 7 / 8
@@ -388,7 +399,7 @@ def test_simulation_shows_where_scaling_stops(capsys):
 
 
 def test_the_formula_is_near_a_trace():
-    """For a Llama-like block in bf16 with fused norms, the formula is within 7 % of the trace."""
+    """The formula for a Llama-like block in bf16 with fused norms is within 7 % of the trace."""
     g = geometry.Geometry("small", 6, 256, 8, 2, 32, 688, 512)
 
     def factory():
@@ -464,7 +475,9 @@ def test_the_upper_bound_has_the_formulas_doubt():
 
 
 def test_blocks_that_share_a_parameter_with_others_are_no_units():
-    """Wrapping each of these blocks would count the parameter twice, and break the tie."""
+    """If each of the blocks were a unit, the shared parameter would count twice and the tie would
+    break.
+    """
 
     class Heads(nn.Module):
         def __init__(self):
@@ -479,7 +492,9 @@ def test_blocks_that_share_a_parameter_with_others_are_no_units():
 
 
 def test_parameters_in_codes_are_counted_as_values():
-    """So are their FLOPs, without those of gradients that nobody asks for."""
+    """The number of values and the FLOPs equal those of a model without quantized parameters.
+    Weight gradients of frozen parameters take no FLOPs.
+    """
 
     def made(quantised):
         model = nn.Sequential(nn.Embedding(64, 128), nn.Linear(128, 128), nn.Linear(128, 4))
@@ -568,7 +583,7 @@ def ends(): raise SystemExit("no data")
 
 @pytest.fixture
 def program(tmp_path, monkeypatch, capsys):
-    """A function that plans a function of ``BUILDERS`` by its name."""
+    """Provide a function that plans a function of ``BUILDERS``, given by its name."""
     (tmp_path / "their_program.py").write_text(BUILDERS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "their_program", raising=False)
@@ -626,7 +641,9 @@ def test_sizes_are_read_as_written():
 
 
 def test_a_traced_model_keeps_its_micro_batch(capsys):
-    """The traced inputs decide; a search over micro-batches would find that any number fits."""
+    """The traced inputs determine the micro-batch: a search over micro-batches would find that any
+    number fits.
+    """
     arguments = ["plan_models:gpt", "--world", "2", "--compute", "storage"]
     code, seen = output(capsys, *arguments, "--json")
     found = json.loads(seen.out)
@@ -647,7 +664,7 @@ def test_a_picture_is_drawn(tmp_path, capsys):
 
 
 def test_a_snapshot_passes_torchs_own_reader(tmp_path, capsys):
-    """torch's viewer code reads the snapshot, and its peak is the plan's."""
+    """torch's viewer code can read the snapshot, and the snapshot's peak equals the plan's."""
     from torch.cuda import _memory_viz
 
     path = tmp_path / "plan.pickle"
@@ -676,7 +693,9 @@ def test_commands_are_listed(capsys):
 
 
 def test_simulate_up_to_a_hundred_thousand_ranks():
-    """405 B parameters, four strategies, eight worlds: simulated in little time and memory."""
+    """Simulating a model of 405 B parameters with four strategies on eight world sizes takes little
+    time and memory.
+    """
     program = (
         "import sys, time; from fsdpc.__main__ import main; begin = time.process_time();"
         "code = main(['simulate', 'llama-3-405b', '--gpu', 'h100', '--json']);"
@@ -697,18 +716,20 @@ def test_simulate_up_to_a_hundred_thousand_ranks():
 
 
 def test_copies_of_a_hybrid_plan_meet_over_the_network():
-    """Replicas of a piece are a host apart: their sums use one interface each, not GPUs' links."""
+    """Replicas of a piece are on different hosts: each sum uses one network interface, not the
+    links between GPUs.
+    """
     setup = Setup(world=32, strategy="HYBRID_SHARD", shard=8, ranks_per_host=8)
     card = CARDS["h100"]
     apart = collective_seconds(1e9, 4, setup, card, stride=8)
     assert apart == pytest.approx(1e9 * 3 / 4 / (0.8 * card.network) + 3 * 10e-6)
     assert collective_seconds(1e9, 4, setup, card) < apart / 5
-    half = collective_seconds(1e9, 8, setup, card, stride=4)  # two of each group on a host
+    half = collective_seconds(1e9, 8, setup, card, stride=4)  # two ranks of a group share a host
     assert half == pytest.approx(1e9 * 3 / 4 / (2 * 0.8 * card.network) + (4 * 2 + 3 * 10) * 1e-6)
 
 
 def test_a_measured_link(capsys):
-    """A measured rate is that of all interfaces of a host together, and is taken as reached."""
+    """A measured rate is that of all interfaces of a host together, and is taken as it is."""
     command = ["plan", "--params", "7b", "--gpu", "h100", "--world", "32", "--json"]
     steps = {}
     for link in ("", "100Gbit", "947Mbit/s"):

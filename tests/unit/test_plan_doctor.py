@@ -1,4 +1,4 @@
-"""``fsdpc doctor``: every line has a verdict, and what is wrong has a cure."""
+"""Tests of ``fsdpc doctor``: every line has a verdict, and every problem has a cure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdpc.plan import doctor
 
 def test_this_machine(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "ROUND_TRIP_BYTES", 1 << 20)
-    monkeypatch.setattr(doctor, "SLOW", 0.0)  # passes whatever else runs on this machine
+    monkeypatch.setattr(doctor, "SLOW", 0.0)  # so the check passes even on a busy machine
     monkeypatch.setattr(doctor, "ANSWER_SECONDS", 60.0)
     code = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)

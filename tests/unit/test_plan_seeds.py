@@ -1,4 +1,6 @@
-"""Figures of five documents about memory, as the planner has them; GB are 1e9 bytes, as there."""
+"""Tests of figures about memory from five documents against the planner's. GB are 1e9 bytes, as in
+the documents.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def optimizer(name, numel, item=4, world=1):
 
 
 def layer_slots(strategy, prefetch=True):
-    """How many of 32 equal units are gathered at a time."""
+    """Return how many of 32 equal units are gathered at a time."""
     units = (Unit("", 0, ()), *(Unit(f"{i}", 1, (Param("w", 1 << 20),)) for i in range(32)))
     setup = Setup(world=8, strategy=strategy, gather_slots=0 if prefetch else 1)
     made = engine_memory(units, setup)
@@ -42,8 +44,8 @@ def layer_slots(strategy, prefetch=True):
 
 
 def saved(g, setup, ratio=0.0):
-    """Activations of all blocks if a part of them is checkpointed. The block that is computed again
-    counts where no block is kept whole.
+    """Return the activations of all blocks if the share ``ratio`` of the blocks is checkpointed.
+    The block that is computed again counts only if no block is kept whole.
     """
     c = geometry.item_of(setup)
     whole = block_saved(g, setup) * setup.micro_batch * setup.sequence
@@ -111,7 +113,8 @@ def offloaded(g):
     return planned(g, Setup(offload=True, **MIXED)).host_bytes / (16 * g.numel / 8)
 
 
-# Number, what a document says, the planner's figure, the right figure, its relative tolerance.
+# Columns: number, what a document says, the planner's figure, the right figure, and (0.01 by
+# default) the relative tolerance.
 ROWS = [
     ("T01", "an A100", lambda: CARDS["a100-80"].usable / GB, 85),
     ("T01b", "an H100's bandwidth", lambda: CARDS["h100"].bandwidth / 1e12, 3.35),
@@ -170,9 +173,10 @@ def test_the_planner_gives_the_right_figure(row):
 
 
 def test_the_6_57_b_mixture_of_experts_reaches_74_7_gib():
-    """The document's 50-60 GB of fragmentation are not needed: dense experts, eager attention and
-    whole fp32 gradients of no_sync make 74.7 GiB of 93.6 within 2 %, in torch's FSDP, which has
-    neither reduce slots nor, before the last micro-batch, gradient shards.
+    """A run with torch's FSDP is reported to take 74.7 of the card's 93.6 GiB. Dense experts, eager
+    attention and the whole fp32 gradients of no_sync explain this figure within 2 %, without the
+    document's 50-60 GB of fragmentation. torch's FSDP has no reduce slots. Before the last
+    micro-batch, torch's FSDP has no gradient shards.
     """
     g = replace(MOE, dense_experts=True)
     made = planned(g, replace(S1, accumulation=32, sync="last"))
@@ -183,7 +187,9 @@ def test_the_6_57_b_mixture_of_experts_reaches_74_7_gib():
 
 
 def test_published_drop_from_8_to_128_gpus():
-    """torchtitan, Llama-3.1-8B: 82.4 GiB on 8 GPUs, 67.0 on 128. States explain 14.0 of 15.4."""
+    """torchtitan published 82.4 GiB on 8 GPUs and 67.0 GiB on 128 for Llama-3.1-8B. States explain
+    14.0 GiB of the difference of 15.4 GiB.
+    """
     at = {w: peak(LLAMA8, world=w, sequence=8192, **MIXED) for w in (8, 128)}
     assert (at[8] - at[128]) / GIB == pytest.approx(14.0, rel=0.05)
 
@@ -192,12 +198,14 @@ def test_published_drop_from_8_to_128_gpus():
     ("name", "gib"), [("adamw", 51.6), ("adamw8bit", 39.3), ("adamw4bit", 33.2)]
 )
 def test_published_state_figures(name, gib):
-    """torchao's figures, Llama-2-7B in bf16 on one GPU: values, gradients, states and 1.4 GiB."""
+    """torchao published these figures for Llama-2-7B in bf16 on one GPU. They consist of values,
+    gradients, states and 1.4 GiB.
+    """
     total = LLAMA7.numel * (4 + OPTIMIZERS[name].state_bytes(2)) / GIB + 1.4
     assert total == pytest.approx(gib, abs=0.2)
 
 
 def test_logits_of_an_unfused_loss():
-    """TRL 6858: 16,384 x 248,320 logits in bf16, 47.55 GB unfused."""
+    """TRL 6858 reports 47.55 GB for 16,384 x 248,320 logits in bf16 with an unfused loss."""
     setup = Setup(compute="bfloat16")
     assert 16384 * 248320 * logit_bytes(setup) / GB == pytest.approx(47.55, rel=0.2)

@@ -1,6 +1,7 @@
-"""Step times against published ones: runs of FSDP by others, on cards that they name.
+"""Tests of the planner's step times against published times of FSDP runs. The publications name the
+cards.
 
-The two tables are MosaicML's llm-foundry's (scripts/train/benchmarking, commit 061f2c7): MPT
+The two tables are those of MosaicML's llm-foundry (scripts/train/benchmarking, commit 061f2c7): MPT
 models in bf16, FULL_SHARD, on hosts of 8 GPUs.
 """
 
@@ -17,12 +18,13 @@ from fsdpc.plan.ledger import plan
 from fsdpc.plan.model import Setup, check
 from fsdpc.plan.sources import geometry
 
-# Blocks and width by name; a plain MLP of four widths is planned as a gated one of 8/3 widths.
+# The number of blocks and the width, by name. MPT has plain MLPs whose hidden layer has four times
+# the width. They are planned as gated MLPs whose hidden layer has 8/3 times the width.
 MPT = {
     "70b": (80, 8192), "30b": (48, 7168), "13b": (40, 5120), "7b": (32, 4096), "3b": (32, 2560),
     "1b": (24, 2048), "760m": (24, 1536), "350m": (24, 1024), "125m": (12, 768),
 }  # fmt: skip
-# Model, sequence, GPUs, micro-batch, checkpointing, tokens per second and GPU.
+# Columns: model, sequence, GPUs, micro-batch, checkpointing, tokens per second and GPU.
 H100 = (
     ("70b", 2048, 64, 8, 1, 1039), ("70b", 2048, 32, 2, 1, 882), ("30b", 8192, 8, 1, 1, 1384),
     ("30b", 4096, 8, 1, 1, 1802), ("30b", 2048, 32, 14, 1, 2308), ("30b", 2048, 16, 10, 1, 2263),
@@ -73,7 +75,9 @@ def predicted(gpu, model, sequence, gpus, micro, checkpointing):
 
 @pytest.mark.parametrize("gpu", ["h100", "a100-80"])
 def test_published_runs_are_in_the_interval(gpu):
-    """Nine runs in ten are; the median ratio of predicted to measured rates is within 5 % of 1."""
+    """Nine of ten measured rates are in the predicted interval. The median ratio of predicted to
+    measured rates is within 5 % of 1.
+    """
     factors = []
     inside = 0
     for _, *run, measured in [row for row in RUNS if row[0] == gpu]:
@@ -88,8 +92,9 @@ def test_published_runs_are_in_the_interval(gpu):
 
 
 def test_torchtitan_on_8_gpus():
-    """Llama-3.1-8B, 8,192 x 2 tokens, every other product computed again, cards limited to 500 W of
-    700: 5,762 tokens per second and GPU, 6,667 compiled.
+    """torchtitan published 5,762 tokens per second and GPU for Llama-3.1-8B, and 6,667 with
+    torch.compile. A micro-batch had 2 x 8,192 tokens. Every other matrix product was computed again
+    in backward. The cards were limited to 500 of 700 W.
     """
     setup = Setup(compute="bfloat16", sequence=8192, micro_batch=2, recomputed=0.5)
     made = plan(partial(geometry.build, geometry.PRESETS["llama-3-8b"]), setup)
@@ -105,7 +110,9 @@ def replace_setup(made, **more):
 
 
 def test_a_larger_batch_is_faster_per_token():
-    """Rates grow up to what a card reaches; a card without published runs has a wider interval."""
+    """Rates grow with the batch up to what a card reaches. A card without published runs has a
+    wider interval.
+    """
     rates = []
     for micro in (1, 2, 4, 8, 16):
         made, found = predicted("h100", "7b", 1024, 8, micro, 0)
@@ -118,7 +125,9 @@ def test_a_larger_batch_is_faster_per_token():
 
 
 def test_tensor_and_pipeline_parallel_divide_the_model():
-    """Given factors divide its bytes and FLOPs; all-reduces in a host and the bubble take time."""
+    """The given factors divide the model's bytes and FLOPs. All-reduces inside a host and the
+    pipeline's bubble take time.
+    """
     build = partial(geometry.build, geometry.PRESETS["llama-3-70b"])
     one = Setup(compute="bfloat16", sequence=4096, accumulation=8, checkpointing=1.0)
     whole, tensor = plan(build, one), plan(build, replace(one, tensor=8))

@@ -1,4 +1,6 @@
-"""Documents: every file has its row, every row its file, links lead somewhere, and so on."""
+"""Tests of the documents, for example: every source file has a row in a README.md, every row names
+a file that exists, and links lead to files.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,15 @@ CODE_SUFFIXES = {".c", ".cpp", ".cu", ".cuh", ".h", ".inc", ".py", ".sh"}
 
 
 def tokens(text: str) -> set[str]:
-    """What stands in backticks in rows of tables."""
+    """Return the texts in backticks in the rows of tables."""
     rows = re.findall(r"^\|(?:[^|]*\|)*", text, re.MULTILINE)
     return {token for row in rows for token in re.findall(r"`([^`]+)`", row)}
 
 
 def names(token: str, file: str) -> bool:
-    """`shm.c`, `shm` (with its header), `py_comm*` and `_comm/wire.py` name files."""
+    """Return whether the token names the file. Tokens are like `shm.c`, `shm` (with its header),
+    `py_comm*` and `_comm/wire.py`.
+    """
     path = Path(file)
     return fnmatch(file, token) or fnmatch(path.name, token) or path.stem == token
 
@@ -97,7 +101,9 @@ def test_every_variable_that_is_read_is_documented():
 
 
 def test_the_page_of_public_names_is_that_of_the_docstrings():
-    """As a new process sees docstrings: torch patches the `step` of each class that was made."""
+    """A new process makes the page, because torch patches the `step` of an optimizer class when its
+    first instance is made. The page must show classes without this patch.
+    """
     made = subprocess.run(
         [sys.executable, ROOT / "tests/api_page.py"], capture_output=True, text=True, check=True
     )
@@ -108,7 +114,7 @@ def test_the_picture_of_the_core_is_that_of_its_includes():
     assert layers_picture.PICTURE.read_text() == layers_picture.picture(), "run `make docs`"
 
 
-# Classes whose docstrings say for all their methods who must call them.
+# The docstring of each of these classes says which ranks must call the methods of the class.
 SAYS_FOR_ALL = ("FSDPModule", "Profile", "FusedOptimizer", "Url")
 
 

@@ -1,7 +1,8 @@
-"""Loops of the extension's Python side keep no reference and no memory.
+"""Operations of the extension's Python side leak neither references nor memory.
 
-Each operation runs many times; a reference that a loop forgets to give back shows in the counts of
-the objects that it was given, in the number of tracked objects, or in the interpreter's blocks.
+Each operation runs many times. A reference that an operation does not give back shows in the
+reference counts of the objects that the operation was given, in the number of tracked objects, or
+in the interpreter's memory blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ TRIES = 4  # the interpreter's free lists grow now and then; a leak grows every 
 
 
 def assert_balanced(operation: Callable[[], Any], *watched: Any) -> None:
-    """``watched``: objects that the operation is given, whose reference counts must not grow."""
+    """Check that the operation leaks nothing. ``watched`` are the objects that the operation is
+    given, whose reference counts must not grow.
+    """
     for _ in range(20):
         operation()
     for _ in range(TRIES):
@@ -44,7 +47,9 @@ def assert_balanced(operation: Callable[[], Any], *watched: Any) -> None:
 
 
 def growth(operation: Callable[[], Any], watched: tuple[Any, ...]) -> tuple[list[int], int, int]:
-    """Growth over all rounds: of ``watched``'s counts, of memory blocks, and of tracked objects."""
+    """Return the growth over all rounds: of the reference counts of ``watched``, of memory blocks,
+    and of tracked objects.
+    """
     gc.collect()
     gc.disable()
     try:
@@ -69,7 +74,7 @@ class Pair:
 
 
 class Stepped:
-    """A unit in a tree, with torch objects such as a sharded module binds."""
+    """A unit in a tree, bound to torch objects as in a sharded module."""
 
     def __init__(self) -> None:
         self.flat = _probe.FlatParameter("u", _probe.Comm.self_(), SPECS)
@@ -134,7 +139,9 @@ def containers(leaf: Any) -> list[Any]:
 
 @pytest.mark.parametrize("number", range(8))
 def test_walk_over_outputs(stepped, number):
-    """Tensors without autograd nodes: nothing is registered on them, so nothing may stay."""
+    """Nothing is registered on tensors without autograd nodes, so no reference to such tensors may
+    stay.
+    """
     leaf = torch.ones(2)
     output = containers(leaf)[number]
     assert_balanced(lambda: stepped.forward((leaf,), output), leaf, output)
@@ -145,14 +152,14 @@ def test_walk_over_outputs_with_nodes(stepped, number):
     source = torch.ones(2, requires_grad=True)
 
     def once() -> None:
-        leaf = (source * 2)[:1]  # a view: its base's node is watched, too
+        leaf = (source * 2)[:1]  # the node of a view's base is watched, too
         stepped.forward((source * 3,), containers(leaf)[number])
 
     assert_balanced(once, source, stepped.flat)
 
 
 def test_walk_over_sets_and_fields():
-    """Only the walk holds a reference to the items while it visits them."""
+    """While the walk visits the items, only the walk holds a reference to them."""
     stepped = Stepped()
     leaf = torch.ones(2)
     items = {leaf, torch.ones(1)}
@@ -325,7 +332,9 @@ def test_collectives_with_callbacks():
 
 
 def test_views_of_arguments_go_with_their_forward():
-    """Not later, at Python's next collection: such views hold the inputs of every frozen unit."""
+    """Views of arguments are freed when their forward ends, not at Python's next collection. Such
+    views hold the inputs of every frozen unit.
+    """
     tensor = torch.ones(4, requires_grad=True) * 2
     gone = weakref.ref(tensor)
     gc.disable()

@@ -1,4 +1,6 @@
-"""What ranks of several hosts send each other about a wait that does not end, in one process."""
+"""Tests of the messages that ranks of several hosts send each other about a wait that does not end.
+All ranks are in one process.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ WORK = Status("runs", line="t.py:3 in data")
 
 
 class Rank:
-    """A rank of a simulated world: what boards of its host would hold, and the text it gets."""
+    """A rank of a simulated world. It holds the status that real ranks write to the boards of their
+    host, and the text that the rank gets about the other ranks.
+    """
 
     def __init__(
         self, world: list[Rank], store: Any, locations: list[Location], patience: float
@@ -131,7 +135,7 @@ def test_the_table_is_withdrawn_when_the_rank_goes_on(clock, caplog):
     ranks[0].seconds, ranks[0].does = 0.0, WORK
     poll(ranks, clock)
     assert ranks[0].others == "" and ranks[0].stall.verdict is None
-    # The next stall starts a question of its own, whichever rank asks.
+    # The next stall begins a new question. This time another rank asks.
     ranks[1].waits(1.0, "gather of unit y")
     for _ in range(26):
         poll(ranks, clock, 0.5)
@@ -154,7 +158,7 @@ def test_who_waits_while_the_one_that_collects_is_gone_asks_again_later(clock):
     for rank in ranks:
         rank.waits(1.0, "gather of unit x")
     for _ in range(58):
-        poll(ranks, clock, 0.5)  # rank 0 has asked
+        poll(ranks, clock, 0.5)  # after this loop, rank 0 has asked the other rank
     ranks[1].seconds = 0.0
     for _ in range(60):
         poll(ranks[1:], clock, 0.5)
@@ -165,7 +169,9 @@ def test_who_waits_while_the_one_that_collects_is_gone_asks_again_later(clock):
 
 
 def test_a_deadline_that_passes_before_any_table(clock):
-    """All ranks take the same table; the rank that gives up waits until the others have it."""
+    """All ranks take the same table. The rank that gives up waits until the other ranks have the
+    table.
+    """
     ranks = make(["a", "a", "b"], patience=300.0)
     for rank in ranks[:2]:
         rank.waits(5.0, "gather of unit x")
@@ -180,7 +186,7 @@ def test_a_deadline_that_passes_before_any_table(clock):
     poll(ranks, clock, 0.5)
     assert ranks[0].stall.verdict == ranks[1].stall.verdict
     assert ranks[0].stall.verdict is not None and ranks[0].stall.verdict[0] == [2]
-    poll(ranks, clock, 5.0)  # the wait goes on: the table stays
+    poll(ranks, clock, 5.0)  # the table stays while the wait goes on
     assert ranks[1].stall.verdict is not None
 
 
@@ -189,7 +195,9 @@ def test_spans():
 
 
 def test_nobody_is_accused_of_a_wait_that_is_over(clock, caplog):
-    """A link was cut, so the question came late: when the table is made, training goes on again."""
+    """A link was cut, so the question came late. Training already goes on again when the table is
+    made, so no rank is named.
+    """
     ranks = make(["a", "b"], patience=3.0)
     ranks[0].waits(1.0, "gather of unit x")
     poll(ranks[:1], clock, 2.5)

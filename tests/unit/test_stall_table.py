@@ -1,4 +1,6 @@
-"""The table of ranks that stand still, boards, and torchrun's error file, in one process."""
+"""Tests of the table of ranks that stand still, of boards, and of torchrun's error file, in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ def child():
 
 
 def test_another_process_is_looked_at_in_every_state(child):
-    """The process is looked at running, stopped, without a handler of the signal, and dead."""
+    """The process is examined while it runs, while it is stopped, when it has no handler for the
+    signal, and when it is dead.
+    """
     process = Process.find(child.pid)
     found = status_of(process, 5.0)
     assert (found.state in ("sleeps", "runs"), found.waits) == (True, "gather of unit a")
@@ -113,7 +117,7 @@ def test_another_process_is_looked_at_in_every_state(child):
     assert descriptor is not None
     number = board._HEAD.unpack(os.pread(descriptor, board._HEAD.size, 0))[1]
     os.close(descriptor)
-    os.kill(child.pid, number)  # ignored: even a signal that is on its way does no harm
+    os.kill(child.pid, number)  # the signal is ignored, so a signal that comes late does no harm
     assert status_of(process, 5.0).state in ("sleeps", "runs")
     child.kill()
     child.wait()

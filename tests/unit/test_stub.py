@@ -1,4 +1,4 @@
-"""The stubs say what the extensions have: the same names, methods and parameters."""
+"""The stubs declare what the extensions have: the same names, methods and parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from fsdpc import _C, _probe
 
 
 class Stub:
-    """What a ``.pyi`` file declares, and the names of its module that ``below`` does not have."""
+    """The declarations of a ``.pyi`` file, and the names of its module that ``below`` does not
+    have.
+    """
 
     def __init__(self, file: Path, module: ModuleType, below: ModuleType | None = None) -> None:
         self.module = module

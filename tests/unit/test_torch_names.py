@@ -1,4 +1,6 @@
-"""torch's private names stand in one file, and one that is missing is named when it is imported."""
+"""Only one file uses torch's private names. If torch lacks one of them, importing that file raises
+an error with the name.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def is_private(name: str) -> bool:
 
 
 def torch_attributes() -> set[str]:
-    """Private attributes of the objects of torch that pass through fsdpc's hands."""
+    """Return the private attributes of the torch objects that fsdpc handles."""
     parameter = nn.Parameter(torch.zeros(1))
     objects = [
         torch.Tensor, parameter, (parameter * 2).grad_fn, nn.Module(), nn.ModuleList(),
@@ -46,11 +48,11 @@ def torch_attributes() -> set[str]:
 
 ALLOWED = {name for names in _torch.ATTRIBUTES.values() for name in names} | _torch.MARKS
 TORCHS = torch_attributes()
-MODULES = {"torch", "dist", "nn", "optim"}  # and what a file imports from torch
+MODULES = {"torch", "dist", "nn", "optim"}  # torch_modules adds what a file imports from torch
 
 
 def torch_modules(tree: ast.AST) -> set[str]:
-    """The names by which a file knows torch's modules and classes."""
+    """Return the names by which a file refers to torch's modules and classes."""
     known = set(MODULES)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -76,7 +78,7 @@ def root_of(node: ast.expr) -> str:
 
 
 def private_uses(text: str) -> list[str]:
-    """torch's private names in a file's code, but for attributes that _torch.py lists."""
+    """Return torch's private names in a file's code, except for attributes that _torch.py lists."""
     tree = ast.parse(text)
     modules, found = torch_modules(tree), []
     for node in ast.walk(tree):

@@ -1,4 +1,7 @@
-"""The wall between what trains and its companions: without companions, both interfaces train."""
+"""Modules that train do not need companions: the folders that test_layering.py lists after "".
+
+Both interfaces, FSDP1's and FSDP2's, train in a copy of the package without companions.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ for folder in sys.argv[1:]:
 
 
 def copy_without(folder: Path, gone: tuple[str, ...]) -> str:
-    """Links the package, but for the folders `gone`, into a folder; returns that folder."""
+    """Link the package, except for the folders `gone`, into a folder; return that folder."""
     (folder / "fsdpc").mkdir(parents=True)
     for one in ROOT.iterdir():
         if one.name not in gone:

@@ -1,4 +1,6 @@
-"""Adafactor, SOAP and Shampoo on plain tensors: torch's bits, the formulas, options."""
+"""Tests of Adafactor, SOAP and Shampoo on plain tensors: the same bits as torch's, the formulas,
+and options.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ ANY = ((37, 131), (131, 37), (61,), (), (3, 5, 7), (1, 1))
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_adafactor_equals_torch(options, dtype):
-    """fsdpc's and torch's steps are equal, and each class goes on from the other one's states."""
+    """fsdpc's and torch's steps are equal, and each class can continue from the states of the other
+    class.
+    """
     mine, other = parameters(ANY, dtype), parameters(ANY, dtype)
     ours, theirs = optim.Adafactor(mine, **options), torch.optim.Adafactor(other, **options)
     run(mine, ours)
@@ -65,7 +69,7 @@ def test_parts_are_parameters_of_their_own(kind, split):
 
 
 def soap(values: Tensor, grads: list[Tensor], every: int) -> Tensor:
-    """SOAP's published rule, from its formulas."""
+    """Return the values after steps of SOAP's published rule, computed from its formulas."""
     w, beta, lr = values, 0.95, 0.01
     m = v = left = right = torch.zeros((), dtype=torch.float64)
     for t, g in enumerate(grads, 1):
@@ -106,7 +110,9 @@ def shampoo(values: Tensor, grads: list[Tensor], every: int) -> Tensor:
 
 @pytest.mark.parametrize("rule", [soap, shampoo])
 def test_formulas(rule):
-    """In float64, on square matrices: bases are determined where no eigenvalues are equal."""
+    """Steps in float64 on square matrices equal the formulas. No two eigenvalues of these matrices
+    are equal, so the eigenvectors are unique up to sign.
+    """
     numbers = torch.Generator().manual_seed(0)
     scale = torch.linspace(0.2, 2, 12)[:, None] * torch.linspace(0.3, 1, 12)
     grads = [(torch.randn(12, 12, generator=numbers) * scale).double() for _ in range(12)]
@@ -123,7 +129,7 @@ def test_formulas(rule):
 
 @pytest.mark.parametrize("kind", [optim.SOAP, optim.Shampoo])
 def test_large_sides_are_left_alone(kind):
-    """Where both sides are too large, the rule is AdamW's."""
+    """A side that is too large has no factor. If both sides are too large, the rule is AdamW's."""
     shapes = [(37, 131), (131, 37)]
     ours = kind(parameters(shapes), max_precondition_dim=40)
     run(ours.param_groups[0]["params"], ours)

@@ -1,7 +1,9 @@
-"""The core meets the world only through the functions that tests/simcluster/world.list names.
+"""The core reaches the outside world only through the functions that tests/simcluster/world.list
+names.
 
-The simulated cluster answers those calls, so a call that is not listed would leave the simulation.
-Names are found in the text of the sources: called, or taken as values of function pointers.
+The simulated cluster answers calls of these functions, so a call of another function would leave
+the simulation. Functions are found in the text of the sources, by calls and by assignments to
+function pointers.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ NOT_CALLS = re.compile(
 )
 CALL = re.compile(r"(?<![\w.>])([a-z_]\w*)\s*\(")
 DEFINED = re.compile(r"^([a-z_]\w*)\s*\(", re.M)
-# "= mmap;", "{.wait = poll," and arguments are not followed by a parenthesis.
+# Matches a function that is assigned and not called, as in "= mmap;" and "{.wait = poll,".
 VALUE = re.compile(r"=\s*&?([a-z_]\w*)\s*[;,}]")
 
 
@@ -44,7 +46,9 @@ def bare(text: str) -> str:
 
 
 def pointers(text: str) -> set[str]:
-    """Parameters and fields that are functions: the caller of the file chooses them."""
+    """Return the parameters and fields that are function pointers. The caller of the file chooses
+    these functions.
+    """
     return set(re.findall(r"\(\s*\*\s*(\w+)\s*\)\s*\(", text)) | set(
         re.findall(r"fsdpc_pool_task \*(\w+)", text)
     )
@@ -110,7 +114,7 @@ def test_faults_can_still_be_planted() -> None:
 
 
 def test_each_mended_fault_has_a_seed() -> None:
-    unknown = {  # no seed of 10,000 finds these
+    unknown = {  # none of 10,000 seeds finds these
         "rank 0 does not read why a rank closed the connection",
         "earlier weights of a rank that waits elsewhere not looked for",
         "samples renewed before the change is known",

@@ -1,5 +1,5 @@
-"""Public names as users write them, for type checkers: mypy and pyright accept this file, and
-test_stub.py runs mypy where it is installed. Nothing here runs.
+"""Public names as users write them, for type checkers. mypy and pyright accept this file;
+test_stub.py runs mypy where mypy is installed. No code of this file runs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def sharded(blocks: nn.ModuleList, model: nn.Sequential) -> nn.Sequential:
     assert_type(fsdpc.fully_shard([blocks[0], blocks[1]]), list[nn.Module])
     fsdpc.register_fsdp_forward_method(model, "generate")
     root = fsdpc.fully_shard(model, reshard_after_forward=False)
-    assert_type(root, nn.Sequential)  # and, at run time, an FSDPModule too
+    assert_type(root, nn.Sequential)  # at run time, root is also an FSDPModule
     assert isinstance(root, fsdpc.FSDPModule)
     root.set_requires_gradient_sync(False)
     root.set_reshard_after_backward(True, recurse=False)

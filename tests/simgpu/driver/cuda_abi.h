@@ -1,7 +1,7 @@
-/* What the simulated driver shares with its callers: types, codes and limits of the driver's ABI.
+/* Types, codes and limits of the CUDA driver's ABI, which the simulated driver shares with its callers.
  *
- * Declared here and not taken from the toolkit, which is absent on most machines; the values are
- * fixed by the driver's binary interface. test_driver.c compares them with the core's own.
+ * They are declared here because most machines lack the CUDA toolkit. The driver's binary interface fixes
+ * their values. test_driver.c compares them with the core's own declarations.
  */
 #ifndef SIMGPU_CUDA_ABI_H
 #define SIMGPU_CUDA_ABI_H
@@ -89,7 +89,7 @@ typedef struct CUmemAccessDesc {
     int flags;
 } CUmemAccessDesc;
 
-/* X(name, first driver version that has it): everything that the simulated driver answers. */
+/* All entry points of the simulated driver, as X(name, first driver version that has the entry point). */
 #define SIM_ENTRIES(X)                          \
     X(cuInit, 2000)                             \
     X(cuDriverGetVersion, 2020)                 \
@@ -149,7 +149,7 @@ typedef struct CUmemAccessDesc {
 enum sim_entry { SIM_ENTRIES(SIM_ENTRY_ID) SIM_ENTRY_COUNT };
 #undef SIM_ENTRY_ID
 
-/* As in the toolkit's header: entry points whose present form carries a suffix. */
+/* As in the toolkit's header, these entry points have a suffix in their current version. */
 #define cuDevicePrimaryCtxRelease cuDevicePrimaryCtxRelease_v2
 #define cuStreamDestroy cuStreamDestroy_v2
 #define cuEventDestroy cuEventDestroy_v2

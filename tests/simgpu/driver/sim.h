@@ -1,5 +1,5 @@
-/* What the files of the simulated driver share. Everything here is called with sim_lock() held,
- * except sim_enter, which takes it, and sim_leave, which gives it back. */
+/* Declarations that the files of the simulated driver share. All functions here are called with sim_lock()
+ * held, except sim_enter(), which takes the lock; sim_leave() gives the lock back. */
 #ifndef SIMGPU_SIM_H
 #define SIMGPU_SIM_H
 
@@ -14,17 +14,20 @@ enum { SIM_ACTORS = 64, SIM_SKIPPED = -1 };
 
 extern simgpu_options sim_options;
 extern simgpu_counters sim_counters;
-extern CUresult sim_sticky; /* after an illegal access every call fails, as on a real device */
+/* The error of an illegal access. Every later call returns this error, as on a real device. */
+extern CUresult sim_sticky;
 
 void sim_lock(void);
 void sim_unlock(void);
-/* Waits for sim_wake_locked() or `ms`, with the lock given back meanwhile. */
+/* Waits for sim_wake_locked() or for `ms` milliseconds, with the lock released meanwhile. */
 void sim_pause(int ms);
 void sim_wake_locked(void);
-/* Counts the call and plays the planted faults. Where it is not SUCCESS, sim_leave(it) at once. */
+/* Takes the lock, counts the call and applies planted faults. If the result is not CUDA_SUCCESS, the entry
+ * point must return sim_leave(result) at once. */
 CUresult sim_enter(enum sim_entry entry, bool needs_context);
 CUresult sim_leave(CUresult result);
-/* Entry points leave at once with what is not SUCCESS; from SIM_ENTER until they leave they hold the lock. */
+/* Returns from the entry point at once if the call does not return CUDA_SUCCESS. An entry point holds the
+ * lock from SIM_ENTER until it returns. */
 #define SIM_TRY(call)                 \
     do {                              \
         CUresult tried_ = (call);     \
@@ -37,9 +40,10 @@ CUresult sim_leave(CUresult result);
 void sim_forget_faults(void);
 bool sim_has_context(void);
 const char *sim_intern(const char *text);
-/* Reports one line: it is kept, printed and, if so set, fatal. */
+/* Reports one line. The line is kept, printed unless `quiet` is set, and fatal if `abort_on_report` is
+ * set. */
 void sim_say(bool race, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* A number for each moment of the program. */
+/* Returns a number that grows with each call, as a time stamp. */
 uint64_t sim_now(void);
 void *sim_alloc(size_t count, size_t bytes);
 void *sim_grow(void *block, int count, int *capacity, size_t bytes);
@@ -56,11 +60,11 @@ typedef struct sim_segment {
     uint64_t lo, hi;
     bool written;
     sim_mark write;
-    sim_mark *reads; /* at most one per actor */
+    sim_mark *reads; /* the last read by each actor since the write */
     int read_count, read_capacity;
 } sim_segment;
 
-/* The history of a piece of physical memory. */
+/* The history of accesses to a block of physical memory. */
 typedef struct sim_space {
     sim_segment *segments; /* sorted, without overlap */
     int count, capacity;
@@ -71,8 +75,8 @@ struct simgpu_task {
     uint64_t time;
     const uint64_t *clock;
     const char *what;
-    uint64_t stamp; /* the moment at which it was put on its stream */
-    bool counted;   /* its bytes go into the counters */
+    uint64_t stamp; /* sim_now() when the task was put on its stream */
+    bool counted;   /* the task's bytes go into the counters */
     bool broken;
 };
 
@@ -83,14 +87,16 @@ void sim_clock_join(uint64_t *into, const uint64_t *other);
 
 /* --- memory: sim_memory.c ----------------------------------------------------------------------- */
 
-/* Checks rights and history of an access by a task. */
+/* Checks that a task may access the memory, and that no other access races with this one. Returns false if
+ * the task may not access the memory. */
 bool sim_access(simgpu_task *task, uintptr_t address, size_t bytes, bool write);
 bool sim_is_pinned(uintptr_t address, size_t bytes);
-/* Memory that was given back counts as what it was reserved for: the device's. */
+/* Freed memory counts as device memory, even if it was pinned memory of the host. */
 enum sim_place { SIM_ELSEWHERE, SIM_ON_DEVICE, SIM_ON_HOST };
 enum sim_place sim_place_of(uintptr_t address);
-/* Between begin and run, accesses are noted; between run and end, pages without a noted access are
- * unreadable. End reports bytes that changed without having been declared. */
+/* sim_verify_begin() starts to note declared accesses. sim_verify_run() makes pages without a noted access
+ * unreadable. sim_verify_end() makes them readable again and reports bytes that changed without a declared
+ * write. */
 void sim_verify_begin(void);
 void sim_verify_run(void);
 void sim_verify_end(const char *kernel);
@@ -102,7 +108,7 @@ int sim_memory_leaks(char *text, size_t bytes);
 typedef struct sim_op sim_op;
 typedef struct sim_actor {
     bool used, live, at_once, blocking, processor;
-    int order; /* number of creation, among streams made by cuStreamCreate */
+    int order; /* creation number of a stream that cuStreamCreate made; else -1 */
     char name[40];
     sim_op *head, *tail;
     uint64_t enqueued, done;
@@ -122,24 +128,27 @@ typedef struct sim_dep {
 
 extern sim_actor sim_actors[SIM_ACTORS];
 
-int sim_processor(void);               /* the calling thread's processor */
-int sim_stream_actor(CUstream stream); /* -1: the stream is not live */
+int sim_processor(void);               /* the actor of the calling thread's processor */
+int sim_stream_actor(CUstream stream); /* the stream's actor; -1 if the stream is not live */
 const char *sim_actor_name(int actor);
 CUresult sim_push(int actor, const simgpu_work *work, sim_dep dep, const uint64_t *clock,
                   bool counted);
-/* Runs until (actor, time) is done. LAUNCH_TIMEOUT: it never was. */
+/* Runs work until piece number `time` of the actor is done; CUDA_ERROR_LAUNCH_TIMEOUT if the piece is
+ * not done in time. */
 CUresult sim_demand(int actor, uint64_t time);
-/* Runs one piece of work towards (actor, time). */
+/* Runs one piece of work on the way to piece number `time` of the actor. */
 void sim_nudge(int actor, uint64_t time);
 CUresult sim_demand_all(void);
-/* The processor asks whether `at` is done (NOT_READY), or waits for it; then it has seen the clock. */
+/* With `wait`, waits until `at` is done. Without `wait`, returns CUDA_ERROR_NOT_READY if `at` is not done.
+ * Once `at` is done, the processor observes `clock`. */
 CUresult sim_look(sim_dep at, const uint64_t *clock, bool wait);
-/* The processor has seen as done what has this clock. */
+/* Lets the processor observe as done all work that this clock includes. */
 void sim_observe(const uint64_t *clock);
 void sim_streams_reset(void);
-void sim_streams_lose_helper(void); /* in a forked process */
+void sim_streams_lose_helper(void); /* called in a forked process */
 int sim_stream_leaks(char *text, size_t bytes);
-/* For entry points: they look the stream up and keep the legacy stream's order. */
+/* The entry points enqueue work with these functions, which look up the stream and keep the order of the
+ * legacy stream. */
 CUresult sim_enqueue_counted(CUstream stream, const simgpu_work *work);
 CUresult sim_enqueue_plain(CUstream stream, const simgpu_work *work, sim_dep dep,
                            const uint64_t *clock);
@@ -153,13 +162,13 @@ typedef struct sim_captured {
 } sim_captured;
 
 bool sim_captures(int actor);
-/* Notes work that is captured and not run. */
+/* Counts work that is captured instead of run. */
 void sim_capture_work(int actor);
 void sim_capture_record(int actor, sim_captured *event);
-/* Makes the stream part of the capture. */
+/* Makes the stream part of the capture in which the event was recorded. */
 CUresult sim_capture_wait(int actor, const sim_captured *event);
 CUresult sim_capture_query(const sim_captured *event);
-/* For a call that may not be made while another stream captures, except in relaxed mode. */
+/* Checks a call that may not be made while another stream captures, except in relaxed mode. */
 CUresult sim_capture_unsafe(const char *call);
 CUresult sim_capture_copy(int actor, bool pinned);
 void sim_capture_reset(void);
@@ -173,7 +182,8 @@ int sim_event_leaks(char *text, size_t bytes);
 
 void sim_kernels_reset(void);
 int sim_kernel_leaks(char *text, size_t bytes);
-/* Kernels of this project: their accesses follow from their parameter structs (sim_declare.c). */
+/* Returns the declaration of a kernel of this project (sim_declare.c); NULL for other kernels. A declaration
+ * computes the kernel's accesses from the kernel's parameter struct. */
 const struct sim_declared *sim_find_declared(const char *name);
 typedef struct sim_declared {
     const char *name;

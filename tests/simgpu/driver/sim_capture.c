@@ -1,9 +1,9 @@
-/* Capturing streams into graphs: the rules, and a count of what was captured; graphs do not run.
+/* Capturing streams into graphs: the rules, and a count of what was captured. Graphs do not run.
  *
- * A stream is part of a capture when the capture began on it, or when it waited for an event that was
- * recorded inside. Per pair of streams it is known how much of the one the other is behind; the
- * capture may end when the stream that it began on is behind all work of all others. What a real
- * driver refuses ends the capture here, too, and is reported.
+ * A stream is part of a capture if the capture began on it, or if it waited for an event that was recorded in
+ * the capture. For streams a and b, members[a].behind[b] says how much of the work of b comes before what a
+ * does next. A capture may end when the stream on which it began is behind all work of all other streams. A
+ * call that a real driver refuses makes the capture invalid here, too, and is reported.
  */
 #include <stdio.h>
 #include <string.h>
@@ -12,12 +12,12 @@
 
 typedef struct member {
     bool in;
-    uint64_t work;               /* pieces of work put on the stream in the capture */
-    uint64_t behind[SIM_ACTORS]; /* work of each stream that comes before */
+    uint64_t work;               /* pieces of work put on the stream during the capture */
+    uint64_t behind[SIM_ACTORS]; /* how much work of each stream comes before this stream's next */
 } member;
 
 static struct {
-    uint64_t id; /* 0: no capture is on its way */
+    uint64_t id; /* 0: no capture is in progress */
     int origin;
     unsigned mode;
     bool broken;
@@ -62,7 +62,8 @@ sim_capture_unsafe(const char *call)
     return break_capture(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, why);
 }
 
-/* Refuses memory that is not pinned: a graph copies whenever it runs, when that memory may be gone. */
+/* Refuses a copy of memory that is not pinned: a graph copies when it runs, and that memory may then be
+ * gone. */
 CUresult
 sim_capture_copy(int actor, bool pinned)
 {
@@ -146,7 +147,7 @@ cuStreamEndCapture(CUstream stream, CUgraph *graph)
     return sim_leave(result);
 }
 
-/* Gives the id, and no graph: nothing can be asked of its nodes. */
+/* Returns the capture's id but no graph, because captured nodes cannot be examined here. */
 SIM_EXPORT CUresult
 cuStreamGetCaptureInfo(CUstream stream, unsigned *status, uint64_t *id, void *graph, void *nodes,
                        void *count)

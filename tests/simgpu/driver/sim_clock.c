@@ -1,10 +1,11 @@
-/* Vector clocks: who touched which bytes last, and does anything order two accesses?
+/* Vector clocks, which show whether something orders two accesses to the same bytes.
  *
- * A piece of physical memory is a sorted list of segments; each holds the last write and, per
- * stream, the last read since. An access by a task is ordered behind an earlier one when the task's
- * clock has reached that one's time. Work runs in an order that respects its clocks, so looking
- * back is enough, and since a stream's later access hides only its own earlier ones, no unordered
- * pair is lost. Which pairs are found does not depend on the schedule.
+ * The history of a block of physical memory is a sorted list of segments. A segment holds the last write and,
+ * for each stream, the last read since that write. An access by a task is ordered behind an earlier access if
+ * the task's clock has reached the time of the earlier access. Work runs in an order that respects its
+ * clocks, so each access need only be compared with earlier accesses. A read replaces only the last read of
+ * the same stream. A write replaces the whole history of its bytes: each earlier access is ordered before the
+ * write, or has been reported. So no race is lost.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -122,7 +123,8 @@ keep_read(sim_segment *segment, sim_mark mark)
     segment->reads[segment->read_count++] = mark;
 }
 
-/* Replaces the history by the write: it is behind all that was there, or that was reported. */
+/* Replaces the history by the write: each earlier access is ordered before the write, or has been
+ * reported. */
 static void
 keep_write(sim_space *space, uint64_t lo, uint64_t hi, sim_mark mark)
 {

@@ -1,4 +1,4 @@
-/* The frame of the simulated driver: its one lock, planted faults, options, counters, reports. */
+/* The common parts of the simulated driver: its only lock, planted faults, options, counters and reports. */
 #include "sim.h"
 
 #include <errno.h>
@@ -10,7 +10,8 @@
 
 enum { PLANTS = 64, NAMES = 4096, REPORT_BYTES = 512 };
 
-/* Recursive, because work that runs may report. Waits are made at depth one only. */
+/* The lock is recursive: work runs with the lock held, and takes the lock again to report a fault. A thread
+ * waits only while it holds the lock once. */
 static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 
@@ -69,7 +70,7 @@ sim_now(void)
     return ++moments;
 }
 
-/* Ends the program without memory, as a test cannot go on then. */
+/* Ends the program if there is no memory, because the test cannot go on. */
 void *
 sim_alloc(size_t count, size_t bytes)
 {
@@ -96,7 +97,7 @@ sim_grow(void *block, int count, int *capacity, size_t bytes)
     return block;
 }
 
-/* Keeps a text as long as the process lives, as histories point to it. */
+/* Returns a copy of the text that is never freed, because histories of accesses point to the copy. */
 const char *
 sim_intern(const char *text)
 {
@@ -122,7 +123,7 @@ sim_intern(const char *text)
 
 typedef struct plant {
     int entry;
-    int64_t call; /* the number of the call that is skipped or fails */
+    int64_t call; /* which call of the entry point is skipped or fails */
     CUresult result;
 } plant;
 
@@ -197,11 +198,12 @@ sim_forget_faults(void)
 }
 
 static bool initialised;
-static bool forked; /* by a process that used the driver: it is of no use here */
+static bool forked; /* a process that used the driver forked this process, which cannot use it */
 
-/* The forking thread holds the lock, so that the parent's helper thread is not in the middle of its work. The child has
- * no helper thread, and takes a new mutex and a new condition variable: the old mutex belongs to the parent's thread,
- * and the old variable counts the parent's waits. The unlock is for TSan alone. */
+/* The forking thread holds the lock, so the parent's helper thread is not in the middle of its work. The
+ * child has no helper thread. It takes a new mutex and a new condition variable, because the old mutex
+ * belongs to the parent's thread and the old variable counts the parent's waits. The unlock is only for
+ * TSan. */
 static void
 in_child(void)
 {
@@ -214,7 +216,7 @@ in_child(void)
 
 /* --- environment ------------------------------------------------------------------------------- */
 
-/* Reads planted faults: "entry:k[:code][,...]" */
+/* Reads planted faults from an environment variable: "entry:k[:code][,...]". */
 static void
 read_plants(const char *variable, bool skip)
 {

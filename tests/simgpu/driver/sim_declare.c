@@ -1,4 +1,5 @@
-/* What each kernel of kernels/ reads and writes, from its parameters. */
+/* Declares which memory each kernel of kernels/ reads and writes, as computed from the kernel's
+ * parameters. */
 #include <string.h>
 
 #include "codec_bits.h"
@@ -42,7 +43,8 @@ declare_scale(simgpu_task *task, const void *params, const simgpu_launch *launch
     return known;
 }
 
-/* Reads from the lowest to the highest element; with negative strides the first one lies in between. */
+/* Declares a read from the lowest to the highest element. With negative strides, the view's first element is
+ * not the lowest. */
 static bool
 read_view(simgpu_task *task, const fsdpc_cuda_view *view, int type)
 {
@@ -276,7 +278,7 @@ declare_unpack8(simgpu_task *task, const void *params, const simgpu_launch *laun
     return declare_activation(task, params, false);
 }
 
-/* Declares the codes piece by piece, as the padding between pieces belongs to nobody. */
+/* Declares the codes of each piece separately, because no piece includes the padding between them. */
 static bool
 declare_coded(simgpu_task *task, const fsdpc_cuda_coding *c, int64_t pieces, bool encode)
 {

@@ -8,8 +8,8 @@ struct CUctx_st {
     int device;
 };
 
-/* The core looks for this name: where it is found, memory of the driver is the host's, and torch's tensors in
- * that memory are CPU tensors. */
+/* The core looks up this symbol. If the symbol exists, the driver's memory is host memory, and torch's
+ * tensors in that memory are CPU tensors. */
 SIM_EXPORT extern int fsdpc_stand_in;
 int fsdpc_stand_in = 1;
 
@@ -213,7 +213,7 @@ typedef struct entry {
     void (*function)(void);
 } entry;
 
-/* The prototypes stand with the functions; here only the addresses matter. */
+/* Only the addresses matter here; the functions' prototypes are elsewhere. */
 #define DECLARE(name, version) extern void entry_##name(void) __asm__(SYMBOL_TEXT(name));
 SIM_ENTRIES(DECLARE)
 #undef DECLARE

@@ -1,20 +1,21 @@
-/* Events: a place in a stream, as it was when the event was recorded last. */
+/* Events. An event is the position in a stream at which it was last recorded. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "sim.h"
 
 struct CUevent_st {
-    sim_dep at; /* time 0: never recorded, which counts as done */
+    sim_dep at; /* the position in the stream; time 0: never recorded, which counts as done */
     uint64_t clock[SIM_ACTORS];
     sim_captured captured;
     struct CUevent_st *next;
 };
 
 static struct CUevent_st *events;
-static struct CUevent_st *destroyed; /* kept apart: each call looks through `events` */
+static struct CUevent_st *destroyed; /* the events that cuEventDestroy took out of `events` */
 
-/* The link that leads to the event, or the last link if there is no such event. */
+/* Returns the pointer in the list that points to the event, or the NULL at its end if the event is not
+ * there. */
 static struct CUevent_st **
 link_to(CUevent event)
 {
@@ -43,7 +44,7 @@ cuEventCreate(CUevent *event, unsigned flags)
     return sim_leave(CUDA_SUCCESS);
 }
 
-/* An event's handle is never given out again, so a later use is found. */
+/* The handle of a destroyed event is never given out again, so that a later use of it is found. */
 SIM_EXPORT CUresult
 cuEventDestroy(CUevent event)
 {

@@ -1,8 +1,9 @@
-/* Libraries, kernels and launches. A kernel is a function of the host that says what it touches.
+/* Libraries, kernels and launches. A kernel is a host function, together with a declaration of its accesses.
  *
- * Kernels come from tests (simgpu_kernel) or from the project's own sources compiled for the host:
- * $SIMGPU_KERNELS names that library, NAME__host is kernel NAME, and sim_declare.c says what each
- * touches. A kernel without such a row cannot be found: it would escape the check.
+ * Kernels come from tests (simgpu_kernel) or from the project's own sources, compiled for the host into the
+ * library $SIMGPU_KERNELS: its function NAME__host is the kernel NAME, and sim_declare.c declares the
+ * accesses of each kernel. A kernel that sim_declare.c does not list cannot be found, because its accesses
+ * would not be checked.
  */
 #include <dlfcn.h>
 #include <stdio.h>

@@ -1,12 +1,12 @@
 /* Device and pinned memory, as mapped host memory.
  *
- * physical   a piece of memory and its history; from cuMemCreate (a memfd, so that two ranges can
- *            show it), cuMemAlloc or cuMemHostAlloc
+ * physical   a block of memory and the history of its accesses; made by cuMemCreate (as a memfd, so that
+ *            two ranges can map it), cuMemAlloc or cuMemHostAlloc
  * range      reserved addresses, unreadable where nothing is mapped
- * mapping    addresses behind which a physical piece lies, with rights
+ * mapping    addresses at which a physical block is mapped, with access rights
  *
- * Fresh device memory is full of NaN. Addresses that were given back are kept, unreadable, for the
- * life of the process, so that whatever still uses them is found.
+ * Fresh device memory is full of NaN. Freed addresses stay reserved and unreadable for the life of the
+ * process, so that any later use of them is found.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -80,7 +80,7 @@ find_handle(uint64_t handle)
     return NULL;
 }
 
-/* True for memory that was given and then given back: it is kept, unreadable. */
+/* True if the driver has given out this address at some time. Freed addresses stay reserved, unreadable. */
 static bool
 was_ours(uintptr_t address)
 {
@@ -115,7 +115,7 @@ simgpu_label(const void *ptr, size_t bytes, const char *text)
     while (i < label_count && (labels[i].base != (uintptr_t)ptr || labels[i].bytes != bytes)) {
         i++;
     }
-    if (i < label_count) { /* moves to the end, as the last label wins */
+    if (i < label_count) { /* the label moves to the end, as the last label wins */
         memmove(&labels[i], &labels[i + 1], (size_t)(label_count - i - 1) * sizeof *labels);
         label_count--;
     }
@@ -232,7 +232,8 @@ sim_place_of(uintptr_t address)
                                                                           : SIM_ON_HOST;
 }
 
-/* Reports work that may still use memory which the processor takes away: all that it has not seen end. */
+/* Reports work that may still use a mapping which the processor removes: all users of the mapping that the
+ * processor has not observed as done. */
 static void
 check_unused(const mapping *gone, const char *act)
 {
@@ -451,7 +452,7 @@ cuMemMap(CUdeviceptr ptr, size_t bytes, size_t offset, CUmemGenericAllocationHan
                    offset > memory->bytes || bytes > memory->bytes - offset ||
                    !find_range((uintptr_t)ptr, bytes),
                CUDA_ERROR_INVALID_VALUE);
-    /* Memory is mapped as a whole only, but as often as one likes, as by driver 580 on an H200. */
+    /* As with driver 580 on an H200, memory can be mapped only as a whole, but any number of times. */
     SIM_REFUSE(offset || bytes != memory->bytes, CUDA_ERROR_NOT_SUPPORTED);
     for (int i = 0; i < sim_mapping_count; i++) {
         if (sim_mappings[i].base < ptr + bytes &&
@@ -469,7 +470,7 @@ cuMemMap(CUdeviceptr ptr, size_t bytes, size_t offset, CUmemGenericAllocationHan
     return sim_leave(CUDA_SUCCESS);
 }
 
-/* Calls act(mapping) for the mappings that fill [ptr, ptr + bytes) exactly; false if they do not. */
+/* Calls act() for the mappings that fill [ptr, ptr + bytes) exactly. If there are none, returns false. */
 static bool
 for_mappings(uintptr_t ptr, size_t bytes, void (*act)(mapping *, int), int argument)
 {
@@ -532,7 +533,7 @@ cuMemSetAccess(CUdeviceptr ptr, size_t bytes, const CUmemAccessDesc *desc, size_
 
 /* --- plain memory ------------------------------------------------------------------------------------- */
 
-/* Gives the memory an address of its own. Without addresses left it frees the memory and returns 0. */
+/* Maps the memory at new addresses. If there are none left, frees the memory and returns 0. */
 static uintptr_t
 map_anonymous(physical *memory)
 {
@@ -543,7 +544,7 @@ map_anonymous(physical *memory)
         return 0;
     }
     memset((void *)base, 0xff, memory->bytes);
-    add_range(base, all, false); /* known as ours for ever, never VMM's */
+    add_range(base, all, false); /* false: not made by cuMemAddressReserve */
     add_mapping(base, memory->bytes, memory, 0, PROT_READ | PROT_WRITE);
     return base;
 }
@@ -568,7 +569,7 @@ find_start(uintptr_t address, kind wanted)
     return found && found->base == address && found->memory->kind == wanted ? found : NULL;
 }
 
-/* Here a real driver waits for the whole device. */
+/* A real driver waits for the whole device in this call, so this function runs all work that was enqueued. */
 SIM_EXPORT CUresult
 cuMemFree(CUdeviceptr ptr)
 {
@@ -628,7 +629,7 @@ cuMemGetInfo(size_t *free_bytes, size_t *total)
     return sim_leave(CUDA_SUCCESS);
 }
 
-/* The driver knows nothing of the processor's own memory. */
+/* Fails for the processor's own memory, which the driver does not know. */
 SIM_EXPORT CUresult
 cuPointerGetAttribute(void *value, int attribute, CUdeviceptr address)
 {
@@ -668,7 +669,7 @@ sim_memory_leaks(char *text, size_t bytes)
     return count;
 }
 
-/* Gives the addresses back as well: the next test starts afresh. */
+/* Also releases all reserved addresses, so that the next test starts afresh. */
 void
 sim_memory_reset(void)
 {

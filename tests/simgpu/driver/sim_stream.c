@@ -1,12 +1,12 @@
-/* Streams, the processor, and the order in which held-back work is let go.
+/* Streams, the processor, and the order in which held-back work runs.
  *
- * An actor is whatever has an order of its own: a stream, or a processor (a rank's program).
- * Pieces of work are numbered per actor; a piece carries the clock that it had when it was put on
- * its stream, and at most one piece of another stream that must be done first. The links always
- * lead to earlier calls, so following them ends.
+ * An actor is anything whose work has an order: a stream, or a processor (a rank's program). Pieces of work
+ * are numbered per actor. A piece has the clock of the moment at which it was put on its stream, and names at
+ * most one piece of another stream that must be done first. That piece is always from an earlier call, so a
+ * walk along these links ends.
  *
- * Work that waits for other ranks is retried by a thread, which also runs what another rank waits
- * for: a device goes on whatever its program does.
+ * A real device goes on with its work while its program does something else. So a helper thread retries work
+ * that waits for other ranks, and runs work for which another rank waits.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -37,7 +37,7 @@ static host main_host, rank_hosts[SIM_ACTORS / 2];
 static int rank_host_count;
 static __thread host *own_host;
 static __thread uint64_t own_epoch;
-static uint64_t epoch; /* counts resets, as a thread's host does not outlive a reset */
+static uint64_t epoch; /* how many resets there were; a reset makes every `own_host` invalid */
 static struct CUstream_st *handles;
 static int streams_made, waiting_works;
 static bool helper_started;
@@ -58,7 +58,7 @@ new_actor(const char *name)
         if (actor->used && (actor->live || actor->head)) {
             continue;
         }
-        /* Numbers of work go on where the place's former holder stopped, so that old marks stay old. */
+        /* Work numbers go on where the entry's former actor stopped, so that no number is used twice. */
         actor->used = actor->live = true;
         actor->at_once = actor->blocking = actor->processor = false;
         actor->order = -1;
@@ -139,8 +139,9 @@ simgpu_label_stream(CUstream stream, const char *text)
     sim_unlock();
 }
 
-/* What the processor has seen as done. A thread that only looks after things (neither the program's own nor a
- * rank) is left out: else what it sees would hide, now and then, what nothing orders. */
+/* Adds the clock of work that was seen as done to the processor's clock. A thread that is neither
+ * the program's main thread nor a rank adds nothing: what such threads see would sometimes hide accesses that
+ * nothing orders. */
 void
 sim_observe(const uint64_t *clock)
 {
@@ -165,7 +166,7 @@ runnable(int actor)
     return head && dep_done(head->dep);
 }
 
-/* Runs the first piece of work of an actor. False: other ranks must come first. */
+/* Runs the first piece of work of an actor. Returns false if other ranks must come first. */
 static bool
 run_head(int index)
 {
@@ -195,7 +196,8 @@ run_head(int index)
     return true;
 }
 
-/* The actor whose first piece of work is next on the way to (actor, time); -1: (actor, time) is done. */
+/* Returns the actor whose first piece of work must run next, on the way to piece number `time` of `actor`.
+ * Returns -1 if that piece is done. */
 static int
 next_towards(int actor, uint64_t time)
 {
@@ -284,7 +286,7 @@ host_in_order(void)
     return false;
 }
 
-/* Called after each call that put work somewhere: runs what the policy lets go. */
+/* Runs the work that the policy allows. Called after each call that enqueued work. */
 static void
 let_go(void)
 {
@@ -303,14 +305,15 @@ let_go(void)
     }
 }
 
-/* Runs one piece of work because a caller wants (actor, time) done; it may be any piece, by the policy. */
+/* Runs one piece of work because a caller waits for piece `time` of the actor. The policy may choose work
+ * that does not lead to that piece. */
 static bool
 run_one_for(int actor, uint64_t time)
 {
     bool ran = false;
     const sim_actor *demanded = &sim_actors[actor];
     if ((demanded->at_once || demanded->processor) && runnable(actor)) {
-        return run_head(actor); /* the program does it itself, now */
+        return run_head(actor); /* the program runs this work itself, at once */
     }
     if (policy.kind == RANDOM) {
         ran = run_drawn();
@@ -453,7 +456,7 @@ simgpu_policy(const char *text)
 
 /* --- work for other ranks ----------------------------------------------------------------------------- */
 
-/* Runs what another rank waits for, and what was begun and can now end. */
+/* Runs work for which another rank waits, and work that has begun and can now end. */
 static bool
 serve_peers(void)
 {
@@ -613,7 +616,7 @@ simgpu_point_demand(const simgpu_point *point)
     return done;
 }
 
-/* For the driver's own entry points: bytes of the work go into the counters. */
+/* Enqueues work of the driver's own entry points, whose bytes go into the counters. */
 CUresult
 sim_enqueue_counted(CUstream stream, const simgpu_work *work)
 {
@@ -626,7 +629,7 @@ sim_enqueue_plain(CUstream stream, const simgpu_work *work, sim_dep dep, const u
     return enqueue(stream, work, dep, clock, false);
 }
 
-/* An access by the program, when it is made. */
+/* An access that the program makes at the time of the call. */
 typedef struct touch {
     uintptr_t address;
     size_t bytes;
@@ -720,7 +723,7 @@ cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int priority)
     SIM_REFUSE(!stream || flags > CU_STREAM_NON_BLOCKING, CUDA_ERROR_INVALID_VALUE);
     char name[40];
     struct CUstream_st *handle = sim_alloc(1, sizeof *handle);
-    (void)sim_processor(); /* comes before the first stream */
+    (void)sim_processor(); /* makes the processor's actor before that of the first stream */
     snprintf(name, sizeof name, "stream %d", streams_made);
     handle->actor = new_actor(name);
     handle->live = true;
@@ -733,7 +736,7 @@ cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int priority)
     return sim_leave(CUDA_SUCCESS);
 }
 
-/* The stream's work still runs, as on a device. */
+/* Work that is left on the stream still runs, as on a device. */
 SIM_EXPORT CUresult
 cuStreamDestroy(CUstream stream)
 {
@@ -817,7 +820,7 @@ void
 sim_streams_reset(void)
 {
     for (int i = 0; i < SIM_ACTORS; i++) {
-        while (sim_actors[i].head) { /* stuck for good */
+        while (sim_actors[i].head) { /* work that can never run */
             sim_op *op = sim_actors[i].head;
             sim_actors[i].head = op->next;
             waiting_works -= op->work.wanted != NULL;

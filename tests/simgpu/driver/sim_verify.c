@@ -1,5 +1,6 @@
-/* Does a kernel touch only what it declares? Pages that it did not name are unreadable while it runs
- * (the program then ends by a signal), and bytes that it did not declare to write must not change. */
+/* Checks that a kernel touches only what it declares. While the kernel runs, pages that it did not declare
+ * are unreadable (an access ends the program by a signal), and bytes that it did not declare as written must
+ * not change. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -19,7 +20,7 @@ typedef struct declared {
 static declared *declares;
 static int declare_count, declare_capacity;
 static bool noting;
-static char **copies; /* the bytes of each mapping before the kernel */
+static char **copies; /* a copy of each mapping's bytes, made before the kernel runs */
 
 void
 sim_verify_note(uintptr_t address, size_t bytes, bool write, const mapping *found)

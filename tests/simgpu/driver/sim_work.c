@@ -8,9 +8,9 @@ typedef struct move {
     uintptr_t dst, src;
     size_t bytes;
     bool dst_tracked, src_tracked;
-    char *staged; /* a copy of a source that is not pinned */
+    char *staged; /* a copy of a source that is not pinned; else NULL */
     unsigned fill;
-    int fill_bytes; /* 0: a copy */
+    int fill_bytes; /* size of the value to fill with; 0: this is a copy, not a fill */
 } move;
 
 static enum simgpu_progress
@@ -66,7 +66,7 @@ cuMemcpyDtoDAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream strea
                                 .src_tracked = true}));
 }
 
-/* Where the source is not pinned, the driver first takes a copy of its own. */
+/* If the source is not pinned, the driver first takes a copy of the source. */
 SIM_EXPORT CUresult
 cuMemcpyHtoDAsync(CUdeviceptr dst, const void *src, size_t bytes, CUstream stream)
 {

@@ -1,10 +1,11 @@
-/* CUDA's language on the host, as far as the kernels of kernels/ use it: C++, included before them.
+/* The CUDA language on the host, as far as the kernels of kernels/ use it. This C++ header is included before
+ * them.
  *
- * A block's threads run one after the other on this thread. A thread that comes to __syncthreads()
- * is left standing there on its own stack (a fibre) while the others come up; a block without a
- * barrier costs one stack. Shared memory is static, as one block runs at a time on a thread; it
- * holds what the block before left there, as on a device. Arithmetic must not be fused:
- * -ffp-contract=off.
+ * The threads of a block run one after the other on the calling thread. A thread that reaches __syncthreads()
+ * stays there on its own stack (a fibre) until the other threads have reached it; a block without a barrier
+ * uses only one stack. Shared memory is static, because a thread runs one block at a time. At the
+ * start of a block, shared memory still has the values of the block before, as on a device. Arithmetic must
+ * not be fused: compile with -ffp-contract=off.
  */
 #ifndef SIMGPU_CUDA_SHIM_H
 #define SIMGPU_CUDA_SHIM_H
@@ -35,22 +36,23 @@ struct alignas(16) uint4 {
 
 extern thread_local shim_index gridDim, blockDim, blockIdx, threadIdx;
 
-/* All threads of the block come here, or none: anything else ends the program. */
+/* All threads of the block must call this, or none: anything else ends the program. */
 void __syncthreads(void);
 
-/* The largest of a warp's values. Here all threads of the block must come, so that a barrier serves. */
+/* Returns the largest of a warp's values. Here all threads of the block must call this, so that a barrier can
+ * be used. */
 int __reduce_max_sync(unsigned lanes, int value);
-/* The sum of a warp's values, in the same way. */
+/* Returns the sum of a warp's values. All threads of the block must call this, too. */
 unsigned __reduce_add_sync(unsigned lanes, unsigned value);
 
-/* The bytes of all __shared__ variables, as this thread sees them. */
+/* The range of addresses of this thread's copies of all __shared__ variables. */
 struct shim_bytes {
     uintptr_t begin, end;
 };
 const shim_bytes &shim_shared(void);
 [[noreturn]] void shim_stop(const char *what);
 
-/* On a GPU an instruction for global memory: from a shared address it would read something else. */
+/* On a GPU this instruction reads global memory, so it would not find a shared variable at its address. */
 template <typename T>
 static inline T
 __ldcs(const T *from)

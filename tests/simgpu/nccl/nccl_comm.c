@@ -414,8 +414,8 @@ nccl_enter(struct ncclComm *comm, const char *call)
     return FSDPC_NCCL_SUCCESS;
 }
 
-/* When the start of a communicator is over, also of one that was given up, a thread of the real library
- * writes the communicator to the caller's place once more. */
+/* When the start of a communicator is over, even if it was given up, a thread of the real library writes the
+ * communicator to the caller's variable once more. */
 static void
 be_born(struct ncclComm *comm)
 {
@@ -489,7 +489,7 @@ ncclCommGetAsyncError(fsdpc_nccl_comm comm, fsdpc_nccl_result *error)
     return result;
 }
 
-/* Waits for the collectives that are on their way, and so for the peers. */
+/* Waits for the collectives in flight, and so for the other ranks. */
 static fsdpc_nccl_result
 demand_all(struct ncclComm *comm, const char *call)
 {
@@ -504,7 +504,8 @@ demand_all(struct ncclComm *comm, const char *call)
     return result;
 }
 
-/* Like the real library's, it ends only when all graphs with collectives of the communicator are gone. */
+/* As in the real library, the call is in progress until all graphs with the communicator's collectives are
+ * gone. */
 NCCL_EXPORT fsdpc_nccl_result
 ncclCommFinalize(fsdpc_nccl_comm comm)
 {
@@ -547,7 +548,7 @@ ncclCommDestroy(fsdpc_nccl_comm comm)
     return result;
 }
 
-/* Before it lets go of anything, an abort waits until the graphs are gone; nothing else ends that wait. */
+/* Before an abort frees anything, it waits until all graphs are gone, or for stall_ms. */
 static void
 await_graphs(const struct ncclComm *comm)
 {

@@ -22,7 +22,7 @@ count_call(const nccl_call *call)
     nccl_counters.bytes_sent += (int64_t)(call->request.count * item * pieces);
 }
 
-/* Looks up the registration of the larger buffer: what all ranks send together, or get together. */
+/* Looks up the registration of the larger buffer, which has the data of all ranks. */
 static void
 look_up(nccl_call *call)
 {
@@ -69,7 +69,7 @@ is_captured(CUstream stream)
            state != 0;
 }
 
-/* Puts the collective on its stream and takes the call over. Lock held. */
+/* Puts the collective on its stream and takes ownership of the call. Lock held. */
 fsdpc_nccl_result
 nccl_put(nccl_call *call)
 {
@@ -92,7 +92,8 @@ nccl_put(nccl_call *call)
     return result ? FSDPC_NCCL_UNHANDLED_CUDA_ERROR : FSDPC_NCCL_SUCCESS;
 }
 
-/* True for what is simulated of sends and receives: one of each with each other rank, of equal size. */
+/* False if a group of sends and receives lacks a send or a receive for some other rank. Such a group is not
+ * simulated. */
 static bool
 is_whole(const nccl_call *call)
 {
@@ -123,7 +124,8 @@ nccl_put_all(nccl_call *call)
     return result;
 }
 
-/* A send buffer may be this rank's own part of the result; anything else that overlaps is undefined. */
+/* True if the buffers overlap in a way that is undefined. A send buffer may only be this rank's own part of
+ * the result. */
 static bool
 overlaps(const nccl_call *call)
 {
@@ -246,7 +248,8 @@ ncclBroadcast(const void *send, void *recv, size_t count, fsdpc_nccl_type type, 
                  (nccl_request){.kind = BROADCAST, .type = type, .root = root, .count = count});
 }
 
-/* A group's sends and receives on a communicator are one collective, which begins with the first one. */
+/* All sends and receives of a group on one communicator are one collective. The first of these calls makes
+ * the collective. */
 static fsdpc_nccl_result
 transfer(fsdpc_nccl_comm handle, const char *send, char *recv, size_t bytes, int peer,
          fsdpc_cu_stream stream)

@@ -25,7 +25,7 @@ nccl_window_look(struct ncclComm *comm)
 #else
 enum { WINDOWS_ON_DEVICE = 22800, WINDOWS_ONLY_SHARED = 22900 };
 
-/* Refuses what cuMemAlloc gives, as a real library does by default. Lock held. */
+/* Registers a buffer. Refuses memory from cuMemAlloc, as a real library does by default. Lock held. */
 static fsdpc_nccl_result
 register_buffer(fsdpc_nccl_comm comm, void *buffer, size_t bytes, bool window, void **handle)
 {
@@ -96,7 +96,7 @@ ncclCommDeregister(fsdpc_nccl_comm comm, void *handle)
     return deregister_buffer(comm, handle);
 }
 
-/* True if all ranks have come to this rank's last window; else it does not end. */
+/* True if all ranks have asked for this rank's last window; until then the window is not made. */
 static bool
 all_came(const struct ncclComm *comm)
 {
@@ -108,8 +108,8 @@ all_came(const struct ncclComm *comm)
     return true;
 }
 
-/* From 2.28 on, a window is the memory's address where all ranks share memory; where they do not, versions up
- * to 2.28 register for this rank alone, and later ones give no window. */
+/* Makes a window. If all ranks share memory, the window is the memory's address from version 2.28 on. If they
+ * do not, versions up to 2.28 register the buffer for this rank only, and later versions give no window. */
 static fsdpc_nccl_result
 make_window(struct ncclComm *comm, const nccl_window_task *task)
 {
@@ -149,8 +149,8 @@ nccl_window_look(struct ncclComm *comm)
     return NCCL_WINDOW_NONE;
 }
 
-/* As the real call does from 2.28 on, it says that all is well while a thread of the library has only begun;
- * the communicator's state shows what comes of it, and the window is written then. */
+/* As with the real library from 2.28 on, a call on a non-blocking communicator returns success before the
+ * registration has ended. Later, the communicator's state shows the outcome, and the window is written. */
 NCCL_EXPORT fsdpc_nccl_result
 ncclCommWindowRegister(fsdpc_nccl_comm comm, void *buffer, size_t bytes, fsdpc_nccl_window *window,
                        int flags)

@@ -1,10 +1,10 @@
-/* A collective while it runs: laying out, waiting for the others, taking the result.
+/* The run of a collective: a rank lays out its data, waits for the others and takes the result.
  *
- * Sums follow a ring, as the real library's ordinary kernels do: the sum for rank d begins with
- * rank d + 1, takes the following ranks one by one and ends with rank d, rounded to the element
- * type after each addition (all-reduce: d = 0 for all elements). On request they go from rank 0 up,
- * so that a reference can be equal to the bit: the real order is the library's own affair. On windows
- * low precision is summed in F32 and rounded once, as its symmetric kernels do.
+ * Sums follow a ring, as in the real library's ordinary kernels. The sum for rank d begins with rank d + 1,
+ * adds the following ranks one by one and ends with rank d. (In an all-reduce, d is 0 for all elements.) The
+ * sum is rounded to the element type after each addition. With the option rank_order, sums go from rank 0 up,
+ * so that a reference can have the same bits; the real library does not specify its order. On windows, sums
+ * of low precision are made in F32 and rounded once, as in the library's symmetric kernels.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -75,7 +75,7 @@ place(const struct ncclComm *comm, int rank, uint64_t round)
     return (char *)comm->segment + header + ((size_t)rank * 2 + round % 2) * ROUND_BYTES;
 }
 
-/* How many items of a piece go in this round. */
+/* Returns how many items of each piece this round transfers. */
 static size_t
 round_items(const nccl_call *call)
 {
@@ -133,7 +133,8 @@ kind_name(int kind)
     return kind >= 0 && kind < NCCL_KINDS ? nccl_kind_names[kind] : "(unknown)";
 }
 
-/* True if all ranks ask for the same; where they do not, a real library hangs or mixes up the bytes. */
+/* True if all ranks ask for the same collective; if they do not, a real library hangs or mixes up the
+ * bytes. */
 static bool
 agreed(nccl_call *call)
 {
@@ -159,14 +160,15 @@ agreed(nccl_call *call)
     return true;
 }
 
-/* The rank whose part comes `step`-th, from 1 on, into the sum for the rank `destination`. */
+/* Returns the rank that is added in step `step` (from 1 on) to the sum for the rank `destination`. */
 static int
 source_of(const struct ncclComm *comm, int destination, int step)
 {
     return nccl_options.rank_order ? step - 1 : (destination + step) % comm->world;
 }
 
-/* Sums as the symmetric kernels do; false if they would not, as for other types than low precision. */
+/* Sums as the symmetric kernels do. Returns false if those kernels do not apply, for example to types
+ * other than low precision. */
 static bool
 take_wide_sum(const nccl_call *call, char *to, size_t items, int destination, size_t offset)
 {

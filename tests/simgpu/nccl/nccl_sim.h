@@ -1,12 +1,15 @@
-/* What the files of the simulated NCCL share.
+/* Declarations that the files of the simulated NCCL share.
  *
- * A communicator's ranks meet in a memfd that each opens by the unique id (process and descriptor
- * of whoever made the id), so threads and processes are alike and no name is left behind. A
- * collective is a piece of work on its stream: when it runs, the rank lays its part into the
- * segment and is *blocked* until all have; then it takes the result. Long ones go in rounds.
+ * A communicator's ranks meet in a memfd. The unique id names the process that made the id, and that
+ * process's descriptor of the memfd. Each rank opens the memfd by these two numbers. So ranks can be threads
+ * or processes, and no file name is left behind.
  *
- * Locks: api_lock() may be held when the driver's lock is taken, never the other way round; what
- * runs as work uses atomics only.
+ * A collective is a piece of work on its stream. When the work runs, the rank lays its data into the segment
+ * and is *blocked* until all ranks have done so; then the rank takes the result. Long collectives go in
+ * rounds.
+ *
+ * Locks: the driver's lock may be taken while api_lock() is held, never the other way round. Work that runs
+ * uses only atomics.
  */
 #ifndef SIMGPU_NCCL_SIM_H
 #define SIMGPU_NCCL_SIM_H
@@ -25,18 +28,18 @@ enum { NCCL_RANKS = 16, ROUND_BYTES = 256 * 1024 };
 enum nccl_kind { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, ALL_TO_ALL, NCCL_KINDS };
 extern const char *const nccl_kind_names[NCCL_KINDS];
 
-/* What a rank asks for; all must ask for the same. */
+/* The collective that a rank asks for; all ranks must ask for the same one. */
 typedef struct nccl_request {
     int kind, type, op, root;
     uint64_t count;
-    uint64_t place; /* in which window the buffer is, and where; 0: in none */
+    uint64_t place; /* number of the buffer's window, and offset in the window; 0: no window */
 } nccl_request;
 
 typedef struct nccl_rank {
     _Atomic int joined;
-    _Atomic uint64_t at;      /* how many collectives it has come to */
-    _Atomic uint64_t arrived; /* how many rounds it has laid out */
-    nccl_request asked[2];    /* what it asked for in the last two rounds */
+    _Atomic uint64_t at;      /* the number of the last collective that this rank has begun */
+    _Atomic uint64_t arrived; /* for how many rounds this rank has put its data into the segment */
+    nccl_request asked[2];    /* what this rank asked for in the last two rounds */
     _Atomic uint64_t splits, windows;
     int color, key, fd;
     pid_t process;
@@ -52,10 +55,10 @@ typedef struct nccl_registration {
     uintptr_t base;
     size_t bytes;
     bool window;
-    uint64_t number; /* of the window; the same on all ranks */
+    uint64_t number; /* the window's number, the same on all ranks */
 } nccl_registration;
 
-/* A window on its way. */
+/* A window whose registration is in progress. */
 typedef struct nccl_window_task {
     void *buffer;
     size_t bytes;
@@ -63,23 +66,23 @@ typedef struct nccl_window_task {
 } nccl_window_task;
 
 struct ncclComm {
-    struct ncclComm *next; /* among the live ones */
+    struct ncclComm *next; /* in the list of live communicators */
     int rank, world, fd;
     bool blocking, stalled;
-    size_t held_bytes; /* of device memory */
+    size_t held_bytes; /* device memory that the communicator takes */
     bool born;         /* the start is over */
     bool finalizing;
     struct ncclComm **out; /* where to write the communicator when it is born */
     nccl_segment *segment;
     size_t segment_bytes;
-    _Atomic int users; /* the handle and the work in queues */
+    _Atomic int users; /* references: one of the handle, and one of each collective in a queue */
     _Atomic bool aborted;
     _Atomic int error;
     uint64_t issued; /* collectives so far */
-    uint64_t round;  /* only for work that runs */
+    uint64_t round;  /* rounds that are done; only running work uses this field */
     uint64_t splits, windows;
     nccl_registration *registrations;
-    simgpu_point last;      /* collectives of one communicator follow each other */
+    simgpu_point last;      /* end of the last collective, which the next one follows */
     struct nccl_call *late; /* a call that has not taken effect yet */
     nccl_window_task *window;
     int64_t captured; /* collectives in graphs */
@@ -93,13 +96,13 @@ typedef struct nccl_call {
     nccl_request request;
     const char *send;
     char *recv;
-    const char *sends[NCCL_RANKS]; /* ALL_TO_ALL: for each other rank */
+    const char *sends[NCCL_RANKS]; /* only ALL_TO_ALL: a buffer for each other rank */
     char *recvs[NCCL_RANKS];
     fsdpc_cu_stream stream;
     uint64_t number;
-    uint64_t done_items; /* how many items of a piece are done */
+    uint64_t done_items; /* how many items of each piece are done */
     bool begun, laid, stuck;
-    bool windowed; /* low precision is summed in F32 and rounded once */
+    bool windowed; /* the buffer is in a window: bf16 and fp16 are summed in F32 and rounded once */
     int stuck_error;
     int64_t not_before_ms;
 } nccl_call;
@@ -110,16 +113,16 @@ extern simnccl_counters nccl_counters;
 void api_lock(void);
 void api_unlock(void);
 int64_t nccl_now_ms(void);
-/* The value planted for this event, or -1. Counts the event. Lock held. */
+/* Counts an event at which the fault may strike. Returns the planted value, or -1 for no fault. Lock held. */
 int nccl_planted(enum simnccl_fault fault, int rank);
 /* Reports a call that a real library would not survive. */
 fsdpc_nccl_result nccl_misuse(struct ncclComm *comm, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
-/* The communicator if it is alive; else reports a misuse and returns NULL. Lock held. */
+/* Returns the communicator if it is alive; else reports a misuse and returns NULL. Lock held. */
 struct ncclComm *nccl_check(struct ncclComm *comm, const char *call);
-/* The registered memory that these bytes lie in, or NULL. Lock held. */
+/* Returns the registration of the memory in which these bytes are, or NULL. Lock held. */
 const nccl_registration *nccl_registered(const struct ncclComm *comm, const void *at, size_t bytes);
-/* What becomes of a call before anything is done: the communicator's error, which stays, or a misuse while
+/* Checks a call before it does anything. Returns the communicator's error, which stays, or a misuse if
  * another call is in progress. Lock held. */
 fsdpc_nccl_result nccl_enter(struct ncclComm *comm, const char *call);
 /* Waits until no call is in progress, and returns the communicator's state. Without the lock. */
@@ -129,7 +132,7 @@ size_t nccl_item(int type);
 
 /* nccl_register.c */
 enum nccl_window_state { NCCL_WINDOW_NONE, NCCL_WINDOW_WAITS };
-/* Ends the window that is on its way, once all ranks have come to it. Lock held. */
+/* Ends the window that is in progress, once all ranks have asked for it. Lock held. */
 enum nccl_window_state nccl_window_look(struct ncclComm *comm);
 
 /* nccl_ops.c */

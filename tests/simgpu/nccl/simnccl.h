@@ -1,4 +1,5 @@
-/* The test's side of the simulated NCCL: faults, versions, counters. See nccl_sim.h for the rest. */
+/* Functions with which tests use the simulated NCCL: faults, versions, counters. nccl_sim.h describes the
+ * rest. */
 #ifndef SIMGPU_SIMNCCL_H
 #define SIMGPU_SIMNCCL_H
 
@@ -12,7 +13,7 @@ enum simnccl_fault {
     SIMNCCL_REFUSE,      /* the k-th call of a collective returns `value` at once */
     SIMNCCL_INIT_STALL,   /* the k-th communicator never meets the others */
     SIMNCCL_ABORT_BLOCKS, /* the k-th abort lasts `value` milliseconds, or until aborts_end */
-    SIMNCCL_WINDOW_FAILS  /* the k-th window ends in the error `value`, which stays */
+    SIMNCCL_WINDOW_FAILS  /* the k-th window fails: its communicator keeps the error `value` */
 };
 /* k counts from now (1 = the next), over all communicators of that rank in this process; rank -1
  * means any. */
@@ -20,14 +21,14 @@ bool simnccl_plant(enum simnccl_fault fault, int rank, int k, int value);
 
 typedef struct simnccl_options {
     int version; /* 22803 by default; what becomes of windows depends on it */
-    int in_progress; /* a call on a non-blocking communicator takes effect only after so many polls; 1 */
-    int stall_ms;     /* blocking waits for other ranks end after this, as an error; 30000 */
-    int window_error; /* the error in which each window ends, then the communicator's; 0: none */
-    _Atomic bool aborts_end; /* aborts that block end now */
-    bool graphs_live;        /* graphs outlive their capture, until simnccl_drop_graphs() */
-    bool symmetric;          /* windows can be had: all GPUs see each other's memory; true */
-    size_t comm_bytes;       /* of device memory, which each communicator holds; 0 */
-    /* Sums begin with rank 0 everywhere, not round the ring; $SIMNCCL_RANK_ORDER. */
+    int in_progress; /* calls on a non-blocking communicator take effect after so many polls; 1 by default */
+    int stall_ms;     /* blocking waits for other ranks fail after this time; 30000 by default */
+    int window_error; /* the error of each window, and then of its communicator; 0: none */
+    _Atomic bool aborts_end; /* true: aborts that block end now */
+    bool graphs_live;        /* graphs outlive their capture until simnccl_drop_graphs() */
+    bool symmetric;          /* GPUs see each other's memory, for windows; true by default */
+    size_t comm_bytes;       /* device memory that each communicator takes; 0 by default */
+    /* Sums begin with rank 0 everywhere instead of following the ring; also set by $SIMNCCL_RANK_ORDER. */
     bool rank_order;
 } simnccl_options;
 simnccl_options *simnccl_get_options(void);
@@ -35,18 +36,19 @@ simnccl_options *simnccl_get_options(void);
 typedef struct simnccl_counters {
     int64_t all_gathers, reduce_scatters, all_reduces, broadcasts;
     int64_t all_to_alls;               /* groups of sends and receives */
-    int64_t joined;                    /* calls of a group after its first one */
+    int64_t joined;                    /* collectives of a group after the group's first one */
     int64_t bytes_sent;                /* what this process's ranks sent to the others */
     int64_t mismatches;                /* collectives in which ranks asked for different things */
     int64_t misuses;                   /* calls that a real library would not survive */
-    int64_t registered, communicators; /* how many are alive now */
-    int64_t direct, windowed;          /* collectives on registered memory; on windows among them */
+    int64_t registered, communicators; /* how many registrations and communicators exist now */
+    int64_t direct, windowed;          /* collectives on registered memory; of these, on windows */
     int64_t aborts, aborts_ended;
 } simnccl_counters;
 simnccl_counters simnccl_count(void);
 /* Forgets faults, options and counters. */
 void simnccl_reset(void);
-/* The graphs that hold collectives are gone now; before, no communicator in them ends, nor does an abort. */
+/* Drops the graphs that hold collectives. Until then, ncclCommFinalize of their communicators stays in
+ * progress, and ncclCommAbort waits for at most stall_ms. */
 void simnccl_drop_graphs(void);
 
 #endif

@@ -1,11 +1,12 @@
-"""Python tests of several ranks that do not apply on the simulated GPU, each with its reason."""
+"""The tests of several ranks that are skipped on the simulated GPU, each with the reason."""
 
 from __future__ import annotations
 
 UNEVEN = "ranks gather together over NCCL: that some evaluate longer is for shared memory only"
 UNMARKED = "ranks that run different units without mark_data_dependent: refused by name on a GPU"
 
-# A file below tests/, or a file and the beginning of a test's name.
+# A key is the path of a file below tests/. If "::" and a text follow the path, only the tests of
+# that file whose names begin with the text are skipped.
 SKIPPED: dict[str, str] = {
     "dist/test_comm.py": "shared memory of a host, tested as such",
     "dist/test_harness.py": "the harness itself",
@@ -32,7 +33,8 @@ SKIPPED: dict[str, str] = {
     "conformance/test_conform_training.py::test_fsdpc[ranks_that_use_different_units": UNMARKED,
 }
 
-# Modules whose operators are not watched: torch.compile leaves a watched program alone.
+# In these test modules, torch's operators are not watched (watch.py), because torch.compile does
+# not compile a program whose operators are watched.
 UNWATCHED = {"test_with_compile"}
 
 

@@ -1,7 +1,7 @@
-"""The simulated GPU from the inside of a rank: its schedules, faults, counters and reports.
+"""Control the simulated GPU from inside a rank: its schedules, faults, counters and reports.
 
-Made from simgpu.h and simnccl.h, whose words say what each thing means, over the library that
-`FSDPC_LIBCUDA` names: the same one that `fsdpc._C` runs on. See env.py for the environment.
+The functions call the library that `FSDPC_LIBCUDA` names, which is the one that `fsdpc._C` uses.
+Their meaning is documented in simgpu.h and simnccl.h. See env.py for the environment.
 
     simgpu.policy("random:3")
     simgpu.skip_wait(2)
@@ -79,7 +79,7 @@ def nccl() -> ctypes.CDLL:
 
 @functools.cache
 def structure(header: str, name: str) -> type[ctypes.Structure]:
-    """A struct of plain numbers, some of them atomic, as the header declares it."""
+    """Return the ctypes type of a struct that the header declares, with plain or atomic numbers."""
     text = re.sub(r"/\*.*?\*/", "", (SIMULATOR / header).read_text(), flags=re.DOTALL)
     found = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", text, flags=re.DOTALL)
     assert found is not None, f"{header} declares no struct {name}"
@@ -92,7 +92,7 @@ def structure(header: str, name: str) -> type[ctypes.Structure]:
 
 @functools.cache
 def constants(header: str, name: str) -> dict[str, int]:
-    """The names of an enum that counts from 0."""
+    """Return the names and values of an enum that counts from 0."""
     text = re.sub(r"/\*.*?\*/", "", (SIMULATOR / header).read_text(), flags=re.DOTALL)
     found = re.search(rf"enum {name} \{{(.*?)\}};", text, flags=re.DOTALL)
     assert found is not None, f"{header} declares no enum {name}"
@@ -107,17 +107,17 @@ def as_dict(values: ctypes.Structure) -> dict[str, int]:
 
 
 def policy(text: str) -> None:
-    """ "eager", "lazy", "random:SEED" or "order:1,host,0"."""
+    """Set the policy: "eager", "lazy", "random:SEED" or "order:1,host,0"."""
     assert cuda().simgpu_policy(text.encode()), f"no such policy: {text}"
 
 
 def drain() -> bool:
-    """Runs everything that is held back; False: something cannot run."""
+    """Run all work that is held back; return False if some work cannot run."""
     return cuda().simgpu_drain()
 
 
 def skip(entry: str, k: int) -> None:
-    """The k-th call of an entry point from now succeeds and does nothing."""
+    """Make the k-th call of an entry point from now succeed and do nothing."""
     assert cuda().simgpu_skip(entry.encode(), k), entry
 
 
@@ -126,7 +126,7 @@ def skip_wait(k: int) -> None:
 
 
 def fail(entry: str, k: int, code: int) -> None:
-    """The k-th call of an entry point from now returns the error `code`."""
+    """Make the k-th call of an entry point from now return the error `code`."""
     assert cuda().simgpu_fail(entry.encode(), k, code), entry
 
 
@@ -166,23 +166,23 @@ def nccl_count() -> dict[str, int]:
 
 @contextmanager
 def counting() -> Iterator[dict[str, int]]:
-    """Fills the dictionary with what the counters grew by."""
+    """Yield a dictionary. The end of the context writes the growth of each counter to it."""
     before, grown = count(), {}
     yield grown
     grown.update({name: value - before[name] for name, value in count().items()})
 
 
-_known = 0  # how many reports a test has taken
+_known = 0  # number of reports that take_reports() has returned
 
 
 def reports() -> list[str]:
-    """Races and faults that were reported since reports were taken last."""
+    """Return the reports of races and faults that take_reports() has not returned yet."""
     library = cuda()
     return [library.simgpu_report(i).decode() for i in range(_known, library.simgpu_reports())]
 
 
 def take_reports() -> list[str]:
-    """Returns ``reports()`` and takes them: they will not fail the test any more."""
+    """Return ``reports()``, and mark them as taken so that they no longer fail the test."""
     global _known
     found = reports()
     _known += len(found)
@@ -190,7 +190,7 @@ def take_reports() -> list[str]:
 
 
 def leaks() -> list[str]:
-    """What was made and not given back."""
+    """Return a line for each object that was made and not freed."""
     text = ctypes.create_string_buffer(1 << 16)
     cuda().simgpu_leaks(text, len(text))
     return text.value.decode().splitlines()
@@ -202,5 +202,5 @@ def label(tensor: Any, text: str) -> None:
 
 
 def is_device_memory(tensor: Any) -> bool:
-    """Whether a tensor lies in memory of the simulated driver, device or pinned."""
+    """Return whether the simulated driver gave a tensor's memory, as device or pinned memory."""
     return cuda().simgpu_accessible(tensor.data_ptr(), 1, False)

@@ -1,12 +1,12 @@
-"""Tells the simulated GPU what torch's operators read and write.
+"""Tell the simulated GPU what torch's operators read and write.
 
 torch's operators run on the processor at once; on a GPU they would be work on the compute stream.
 `Operators()` is a context in which each operator says what it touches in the device's memory before
-it runs, so that the simulator's clocks see, for example, a slot that is refilled while an operator
-may still read it. Tensors in pinned memory count as touched by the processor.
+it runs, so that the simulator's vector clocks see, for example, a slot that is refilled while an
+operator may still read it. Tensors in pinned memory count as touched by the processor.
 
-It watches its own thread; backward of CPU tensors runs there. A tensor with gaps counts as touched
-from its first element to its last.
+Only operators on the thread of the context are watched; the backward of CPU tensors runs on that
+thread, too. A tensor with gaps counts as touched from its first element to its last.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ ONLY_LOOK_NAMES = {"aten::is_same_size", "aten::set_", "aten::resize_", "prim::d
 
 
 class Operators(TorchDispatchMode):
-    """Declares the accesses of every operator that runs inside.
+    """A context that declares the accesses of every operator that runs in it.
 
-    `everywhere`: all memory counts as the device's, as if torch's caching allocator had given it:
-    what one operator freed may be another's while a stream still uses it.
+    With `everywhere`, all memory counts as the device's, as if it came from torch's caching
+    allocator. In that allocator, memory that one operator frees may go to another operator while a
+    stream still uses the memory.
     """
 
     def __init__(self, everywhere: bool = False) -> None:
@@ -46,9 +47,9 @@ class Operators(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(t, FakeTensor) for t in types):
-            return func(*args, **kwargs)  # it has only shapes
+            return func(*args, **kwargs)  # a fake tensor has no memory
         if any(t is not Tensor and t.__torch_dispatch__ is not _DISABLED for t in types):
-            return NotImplemented  # the subclass makes plain operators of it, which come here
+            return NotImplemented  # the subclass then calls operators on plain tensors
         touches = touches_of(func)
         if touches is not None:
             for value, write in touches(args, kwargs):
@@ -75,11 +76,13 @@ class Operators(TorchDispatchMode):
 
 @contextmanager
 def watched(drain: bool = True) -> Iterator[None]:
-    """A rank of a test on the simulated GPU: AssertionError with what the simulator reported.
+    """Provide the context in which a rank of a test runs. Raise AssertionError if the simulated GPU
+    has reported anything.
 
-    `drain`: at the end runs what is held back; False where ranks may have left. Operators are
-    watched unless `FSDPC_TEST_WATCH` is 0: `FSDPC_TEST_WATCHED`, names of test modules, has the
-    harness set that in all other modules.
+    With `drain`, the work that is held back runs at the end. Pass drain=False if other ranks may
+    have ended early, because work that waits for them never runs. Operators are watched unless
+    `FSDPC_TEST_WATCH` is 0. The harness sets that variable to 0 in the modules of `UNWATCHED`
+    (applies.py) and, if `FSDPC_TEST_WATCHED` is set, in all modules that it does not name.
     """
     if not simgpu.is_on():
         yield
@@ -98,7 +101,10 @@ Touches = Callable[[tuple[Any, ...], dict[str, Any]], Iterator[tuple[Tensor, boo
 
 @functools.cache
 def touches_of(func: Any) -> Touches | None:
-    """What a call of the operator touches: (tensor, written?). None: it touches no memory."""
+    """Return a function that yields (tensor, written) for each tensor that a call accesses.
+
+    Return None if `func` accesses the elements of no tensor.
+    """
     schema = func._schema
     name = schema.name
     writes = {a.name: bool(a.alias_info and a.alias_info.is_write) for a in schema.arguments}
