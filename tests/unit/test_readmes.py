@@ -75,12 +75,28 @@ def test_links_lead_somewhere():
     assert {p: links for p, links in broken.items() if links} == {}
 
 
+def unknown_names(text: str, source: str) -> list[str]:
+    """C names in backticks that no source file has. ``fsdpc_unit_...`` stands for several names."""
+    found = re.findall(r"`(fsdpc_\w+|FSDPC_\w+)(?:\(\))?`", text)
+    return sorted({name for name in found if not re.search(rf"\b{name}", source)})
+
+
+def test_c_names_in_documents_exist():
+    folders = ("csrc", "kernels", "fsdpc", "tests")
+    files = [p for f in folders for p in (ROOT / f).rglob("*") if p.suffix in CODE_SUFFIXES]
+    source = "\n".join(p.read_text() for p in [*files, ROOT / "setup.py", ROOT / "Makefile"])
+    documents = [p for pattern in DOCUMENTS for p in ROOT.glob(pattern)]
+    unknown = {str(p): unknown_names(p.read_text(), source) for p in documents}
+    assert {p: names for p, names in unknown.items() if names} == {}
+
+
 def test_planted_faults_are_found(tmp_path: Path):
     text = "| `a.c`, `gone.c` | x |\n| `b` | [here](a.c) [there](none.md) [net](http://x/y) |\n"
     (tmp_path / "a.c").touch()
     assert without_row(text, ["a.c", "b.h", "c.c"]) == ["c.c"]
     assert rows_without_file(text, ["a.c", "b.h"]) == ["gone.c"]
     assert broken_links(text, tmp_path) == ["none.md"]
+    assert unknown_names("`fsdpc_a_b`, `fsdpc_c`", "int fsdpc_c(void);") == ["fsdpc_a_b"]
 
 
 def test_the_benchmarks_readme_has_the_tables_of_the_results(monkeypatch: pytest.MonkeyPatch):
