@@ -11,7 +11,7 @@ callables, and ``forward`` adds one Python frame per unit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -384,6 +384,16 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         except BaseException:
             _state_dict.abandon(self)
             raise
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict of the type set by ``state_dict_type``, as torch's method does.
+        Collective: every rank must call this method. Warns if no key of ``state_dict`` names a
+        tensor of the model, which ``strict=False`` would hide.
+        """
+        given = list(state_dict)
+        found = super().load_state_dict(state_dict, *args, **kwargs)
+        _state_dict.warn_if_nothing_was_loaded(given, found)
+        return found
 
     set_state_dict_type = staticmethod(_state_dict.set_state_dict_type)
     get_state_dict_type = staticmethod(_state_dict.get_state_dict_type)

@@ -198,6 +198,18 @@ def _after_load(member: Any, incompatible: Any) -> None:
         member._load_errors = None
 
 
+def warn_if_nothing_was_loaded(given: list[str], found: Any) -> None:
+    """Warn about a load with ``strict=False`` in which no key named a tensor of the model. Local."""
+    if given and found.missing_keys and len(found.unexpected_keys) == len(given):
+        warnings.warn(
+            f"load_state_dict has loaded nothing: none of the {len(given)} keys names a parameter "
+            f"or buffer of the model. A key is {given[0]!r}, a name {found.missing_keys[0]!r}. "
+            "peft's set_peft_model_state_dict makes such keys for FSDP modules: call that function "
+            "before sharding, or load the values under the names of model.state_dict()",
+            stacklevel=3,
+        )
+
+
 # --- state dict types ---
 
 

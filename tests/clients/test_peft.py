@@ -103,6 +103,24 @@ def test_adapters_saved_and_loaded(rank, world, name, use_orig_params, tmp_path)
 
 
 @ranks(2)
+def test_an_adapter_that_peft_cannot_load_after_sharding(rank, world):
+    """peft 0.21 makes keys that no FSDP module has, and loads them with ``strict=False``."""
+    plain = with_adapters("llama")
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.fill_(0.5)
+    adapter = get_peft_model_state_dict(plain)
+    model = shard("llama", with_adapters("llama"), True, "blocks")
+    with pytest.warns(UserWarning, match=f"loaded nothing: none of the {len(adapter)} keys"):
+        set_peft_model_state_dict(model, adapter)
+    named = {name: value for name, value in plain.state_dict().items() if "lora_" in name}
+    assert not model.load_state_dict(named, strict=False).unexpected_keys
+    loaded = model.state_dict()
+    assert len(named) == len(adapter)
+    assert all(torch.equal(loaded[name], value) for name, value in named.items())
+
+
+@ranks(2)
 @both_ways
 @pytest.mark.parametrize("form", FORMS)
 def test_resuming_gives_the_same_losses(rank, world, use_orig_params, form, tmp_path):
