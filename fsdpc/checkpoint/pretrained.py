@@ -436,8 +436,7 @@ def _places(
         there = [each for each in (name, *others) if each in where and name in kept]
         for other in there[1:]:
             pair = [_lazy(mapped.tensors[each]) for each in (there[0], other)]
-            if pair[0].shape == pair[1].shape:  # match() checks the first one's shape
-                twice.append((f"{there[0]} and {other}", *pair))
+            twice.append((f"{there[0]} and {other}", *pair))
     return where, twice
 
 
@@ -448,6 +447,11 @@ def _lazy(value: Where | Lazy) -> Lazy:
 def _check_tied(names: str, first: Lazy, other: Lazy) -> None:
     """Raise ``CheckpointError`` if the files have different values for a tied parameter."""
     step = 1 << 20
+    if first.shape != other.shape:
+        raise CheckpointError(
+            f"{names} are one parameter of the model, and the files have {tuple(first.shape)} and "
+            f"{tuple(other.shape)}: do not tie them (config.tie_word_embeddings = False)"
+        )
     for at in range(0, first.numel(), step):
         count = min(step, first.numel() - at)
         parts = [torch.empty(count, dtype=each.dtype, device="cpu") for each in (first, other)]

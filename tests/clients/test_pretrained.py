@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ranks
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -200,6 +201,14 @@ def test_ties(rank, world, tmp_path):
         load_pretrained(shard(empty(), "flat"), folder)
     apart = pretrained("llama", str(tmp_path / "apart"), rank)
     with pytest.raises(CheckpointError, match="different values for them: do not tie them"):
+        load_pretrained(shard(on_meta("llama-tied"), "fully_shard"), apart)
+    file = Path(apart) / "model.safetensors"
+    if rank == 0:
+        tensors = load_file(file)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][1:].clone()
+        save_file(tensors, file, {"format": "pt"})
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"one parameter of the model.* and \((\d+), \d+\): do"):
         load_pretrained(shard(on_meta("llama-tied"), "fully_shard"), apart)
 
 
