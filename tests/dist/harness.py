@@ -593,6 +593,7 @@ class RankProcess:
     rank: int
     pid: int
     channel: socket.socket
+    end: int  # a file descriptor that is readable once the process has ended
     log: str
     received: bytearray = dataclasses.field(default_factory=bytearray)
     outcome: Outcome | None = None
@@ -672,14 +673,18 @@ class World:
                     world.selector.close()
                     for other in world.processes:
                         other.channel.close()
+                        os.close(other.end)
                 run_rank(theirs, self.request, rank, folder)
             finally:
                 os._exit(70)
         theirs.close()
         ours.setblocking(False)
-        process = RankProcess(rank, pid, ours, os.path.join(folder, f"log{rank}"))
+        process = RankProcess(
+            rank, pid, ours, os.pidfd_open(pid), os.path.join(folder, f"log{rank}")
+        )
         self.processes.append(process)
         self.selector.register(ours, selectors.EVENT_READ, process)
+        self.selector.register(process.end, selectors.EVENT_READ, process)
 
     def finished(self) -> bool:
         stopped = self.request["faults"]  # only with faults does a stopped rank count as finished
@@ -699,19 +704,27 @@ class World:
                     self.end()
                     os._exit(0)
                 continue
-            self.read(key.data)
+            more = self.read(key.data)
+            if (
+                key.fd == key.data.end
+            ):  # a process that the rank has forked may keep the channel open
+                while more:
+                    more = self.read(key.data)
+                self.reap(key.data)
 
-    def read(self, process: RankProcess) -> None:
+    def read(self, process: RankProcess) -> bool:
+        """Read messages of a rank. Return whether there may be more now."""
+        if process.exited:
+            return False
         try:
             data = process.channel.recv(1 << 20)
         except BlockingIOError:
-            return
+            return False
         except ConnectionResetError:
             data = b""
         if not data:
-            self.selector.unregister(process.channel)
             self.reap(process)
-            return
+            return False
         process.received += data
         while len(process.received) >= 8:
             (size,) = struct.unpack_from("<Q", process.received)
@@ -720,6 +733,7 @@ class World:
             message = bytes(process.received[8 : 8 + size])
             del process.received[: 8 + size]
             self.handle_message(process, pickle.loads(message))
+        return True
 
     def handle_message(self, process: RankProcess, message: tuple[Any, ...]) -> None:
         if message[0] == "signal":
@@ -744,6 +758,9 @@ class World:
     def reap(self, process: RankProcess) -> None:
         if process.exited:
             return
+        for each in (process.channel, process.end):
+            with suppress(KeyError, ValueError):  # a world that ends has closed its selector
+                self.selector.unregister(each)
         _, status = os.waitpid(process.pid, 0)
         process.exited = True
         if os.WIFSIGNALED(status):
@@ -768,6 +785,7 @@ class World:
                 os.kill(process.pid, signal.SIGKILL)
         for process in self.processes:
             process.channel.close()
+            os.close(process.end)
         deadline = time.monotonic() + 5
         for process in self.processes:
             while not process.exited and time.monotonic() < deadline:

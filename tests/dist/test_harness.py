@@ -124,3 +124,18 @@ def test_a_template_that_died_is_replaced_and_has_the_environment_of_its_pytest(
     monkeypatch.setenv("FSDPC_TEST_OF_THE_HARNESS", "set")
     assert run_ranks(variable, 1) == ["set"]
     Template.close()  # templates of the next tests must not have the variable
+
+
+def die_before_a_child(rank: int, world: int) -> None:
+    if os.fork() == 0:
+        time.sleep(25)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_before_a_process_that_it_has_forked():
+    """The process keeps the channel of the rank open, so the end of the channel comes too late."""
+    began = time.monotonic()
+    (outcome,) = run_ranks(die_before_a_child, 1, faults=True)
+    assert outcome.exit_signal == signal.SIGKILL
+    assert time.monotonic() - began < 15

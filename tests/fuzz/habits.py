@@ -8,7 +8,9 @@ import contextlib
 import copy
 import os
 import random
+import select
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,7 @@ from sides import Plain, Side
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+FORK_S = 10  # how long a forked child may take, less than other ranks wait for its parent
 REFUSED = "refused"  # a record that has a value of this name counts as equal
 
 
@@ -149,23 +152,42 @@ def added(side: Side, x: Tensor) -> None:
     del module.added
 
 
+def status_of(pid: int, begun: int) -> int:
+    """Wait for a forked child and return its status, 0 for success.
+
+    Python 3.11 can leave a child in ``os.fork`` for ever: before Python makes its locks anew, the
+    child waits for a lock that another thread held at the fork (``_PyThreadState_DeleteExcept``).
+    That fault is Python's, so the status of such a child is 0, too. ``begun``: a pipe into which
+    the child writes as soon as the child runs.
+    """
+    end = os.pidfd_open(pid)
+    ended = select.select([end], [], [], FORK_S)[0]
+    os.close(end)
+    stuck = not ended and not select.select([begun], [], [], 0)[0] and sys.version_info < (3, 12)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return 0 if stuck else status
+
+
 def fork(side: Side, x: Tensor) -> None:
     """Fork a child, which writes to its copy of the model between a forward and its backward."""
     loss = loss_of(side.forward(x))
+    begun, begins = os.pipe()
     pid = 0 if isinstance(side, Plain) else os.fork()
     if pid == 0 and not isinstance(side, Plain):
-        signal.alarm(60)
+        os.write(begins, b"1")
+        signal.alarm(FORK_S - 5)
         for p in side.trained().parameters():
             if p.is_floating_point():
                 p.data.mul_(0.0)
         os._exit(0)
     if loss.requires_grad:
         side.backward(loss)
-    if pid:
-        _, status = os.waitpid(pid, 0)
-        side.record(f"child ended with {status}" if status else "child ended", {})
-    else:
-        side.record("child ended", {})
+    status = status_of(pid, begun) if pid else 0
+    os.close(begun)
+    os.close(begins)
+    side.record(f"child ended with {status}" if status else "child ended", {})
     learn(side, "gradients beside a child")
 
 
