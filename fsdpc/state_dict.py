@@ -199,7 +199,7 @@ def _after_load(member: Any, incompatible: Any) -> None:
 
 
 def warn_if_nothing_was_loaded(given: list[str], found: Any) -> None:
-    """Warn about a load with ``strict=False`` in which no key named a tensor of the model. Local."""
+    """Warn if a load with ``strict=False`` found no tensor of the model. Local."""
     if given and found.missing_keys and len(found.unexpected_keys) == len(given):
         warnings.warn(
             f"load_state_dict has loaded nothing: none of the {len(given)} keys names a parameter "

@@ -404,12 +404,12 @@ FAULTS = [
         "    for (int r = 0; r < x->world; r++) {\n"
         "        struct fsdpc_post_ctl *post = post_of(x, fsdpc_unit_use(unit)->id, r);\n"
         "        if (atomic_load(&post->round) == round) { /* sources[r] is NULL for slots of "
-        "no bytes too */\n"
+        "0 bytes too */\n"
         "            acknowledge(x, r, (int)post->slot);\n        }\n    }\n",
         "    for (int r = 0; r < x->world; r++) {\n"
         "        struct fsdpc_post_ctl *post = post_of(x, fsdpc_unit_use(unit)->id, r);\n"
         "        if (atomic_load(&post->round) == round) { /* sources[r] is NULL for slots of "
-        "no bytes too */\n"
+        "0 bytes too */\n"
         "            acknowledge(x, r, (int)post->slot);\n        }\n    }\n"
         "    FSDPC_TRY(fsdpc_grad_sum(unit, sources, x->world));\n",
     ),
@@ -953,8 +953,8 @@ FAULTS = [
     Fault(
         "a rank that waits for a reduce slot keeps its prefetch",
         REDUCE,
-        "        FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);\n        /* WAY_NONE",
-        "        /* WAY_NONE",
+        "        FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);\n        /* With WAY_NONE",
+        "        /* With WAY_NONE",
         mended=True,
     ),
     Fault(
