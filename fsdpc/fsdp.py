@@ -390,9 +390,8 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         Collective: every rank must call this method. Warns if no key of ``state_dict`` names a
         tensor of the model, which ``strict=False`` would hide.
         """
-        given = list(state_dict)
         found = super().load_state_dict(state_dict, *args, **kwargs)
-        _state_dict.warn_if_nothing_was_loaded(given, found)
+        _state_dict.warn_if_nothing_was_loaded(list(state_dict), found)
         return found
 
     set_state_dict_type = staticmethod(_state_dict.set_state_dict_type)

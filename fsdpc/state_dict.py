@@ -203,9 +203,9 @@ def warn_if_nothing_was_loaded(given: list[str], found: Any) -> None:
     if given and found.missing_keys and len(found.unexpected_keys) == len(given):
         warnings.warn(
             f"load_state_dict has loaded nothing: none of the {len(given)} keys names a parameter "
-            f"or buffer of the model. A key is {given[0]!r}, a name {found.missing_keys[0]!r}. "
-            "peft's set_peft_model_state_dict makes such keys for FSDP modules: call that function "
-            "before sharding, or load the values under the names of model.state_dict()",
+            f"or buffer of the model. A key is {given[0]!r}, a name {found.missing_keys[0]!r}: "
+            "load values under the names of model.state_dict(). If the keys are from peft: call "
+            "set_peft_model_state_dict before sharding",
             stacklevel=3,
         )
 

@@ -265,7 +265,7 @@ part_factors(int32_t own, float scale, codec_factor *factors, uint8_t *part)
     factors->scale = product(factors->scale, value);
 }
 
-/* Writes NVFP4's scales, returns the factors. `most`, `own`: bits of the block's and the thread's maximum. */
+/* Writes scales as csrc/codec/codec.c does. `most`, `own`: bits of the block's and the thread's maximum. */
 static __device__ __forceinline__ codec_factor
 nvfp4_factors(int32_t most, int32_t own, bool finite, const codec_share &share)
 {

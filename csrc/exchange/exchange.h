@@ -68,8 +68,8 @@ int fsdpc_exchange_leave(fsdpc_exchange *exchange);
 int fsdpc_exchange_gather(fsdpc_exchange *exchange, fsdpc_unit *unit);
 /* Starts a gather if the gather needs no wait, else does nothing. Takes no reference. */
 int fsdpc_exchange_prefetch(fsdpc_exchange *exchange, fsdpc_unit *unit);
-/* True if a forward should begin the next unit's gather even if the user asks for no forward prefetch. This
- * is so if flights go on in the background, and the caller's thread, not a stream, waits for values. */
+/* True if gathers over `comm` go on in the background, while the caller's thread, not a stream, waits for
+ * values. Then units are gathered ahead even if the user asks for no forward prefetch. */
 bool fsdpc_exchange_prefetches(const fsdpc_comm *comm);
 /* Drops one reference to the unit's values; when none is left, the slot may be refilled. */
 int fsdpc_exchange_release(fsdpc_exchange *exchange, fsdpc_unit *unit);

@@ -1,8 +1,8 @@
 /* Host syncs for offloaded units, whose optimizer runs on the CPU (unit_offload.c).
  *
  * A synchronised backward ends with one host sync for all units: the reduce stream waits for the last read
- * of a master shard, and the host waits for the reduce stream. Each collective has its own deadline, so this
- * wait needs none: it fails when a communicator has failed. If the optimizer steps unit by unit, the host
+ * of a master shard, and the host waits for the reduce stream. Each collective has its own deadline: that
+ * wait ends when a communicator has failed, or after a day. If the optimizer steps unit by unit, the host
  * waits for each unit's sum in turn, and steps that unit while the device sums and copies the next units.
  */
 #include "exchange/exchange_stream_impl.h"

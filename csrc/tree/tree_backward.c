@@ -256,7 +256,7 @@ fsdpc_tree_next_summed(fsdpc_tree *tree, int *unit)
     return FSDPC_OK;
 }
 
-/* True for gradients in device memory. Unpinned host memory needs no slots: its pages can be given back. */
+/* False in host memory, whose pages are given back one by one, and for units with replicas or a hook. */
 static bool
 may_share(const struct fsdpc_node *node)
 {

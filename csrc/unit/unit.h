@@ -160,7 +160,7 @@ bool fsdpc_unit_may_swap(const fsdpc_unit *unit);
 int fsdpc_unit_begin_swap(fsdpc_unit *unit);
 /* Takes the next step of a swap that has begun, unless the step would wait for another replica. */
 int fsdpc_unit_advance_swap(fsdpc_unit *unit);
-/* Returns the bytes that this rank sent in swaps since the last call of this function. */
+/* Returns the bytes of this rank's swaps that have begun since the last call of this function. */
 uint64_t fsdpc_unit_take_swapped_bytes(fsdpc_unit *unit);
 /* Call this before a backward that adds to the sum: copies into the sum what the user has
  * written to the gradient that the optimizer sees. */

@@ -450,7 +450,8 @@ def _check_tied(names: str, first: Lazy, other: Lazy) -> None:
     if first.shape != other.shape:
         raise CheckpointError(
             f"{names} are one parameter of the model, and the files have {tuple(first.shape)} and "
-            f"{tuple(other.shape)}: do not tie them (config.tie_word_embeddings = False)"
+            f"{tuple(other.shape)}: the files are of another model, or one of the two must be left "
+            "out (keys= or rename=)"
         )
     for at in range(0, first.numel(), step):
         count = min(step, first.numel() - at)

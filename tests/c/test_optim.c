@@ -171,8 +171,8 @@ averages_follow_the_new_values(void)
     free(before);
 }
 
-/* Makes five steps, each with another mix of bfloat16 and float32 values, in the memory of the float arrays.
- * The first four steps round stochastically, and the last step rounds to nearest. */
+/* Makes a step with each of the four mixes of bfloat16 and float32 parameters and gradients, rounded
+ * stochastically, and a fifth step, all in bfloat16, rounded to nearest. */
 static void
 step_low(struct memory *memory, int64_t cut, int threads)
 {

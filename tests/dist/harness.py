@@ -98,7 +98,7 @@ class Outcome:
     signalled_at: float | None = None  # when a signal asked for by signal_rank was sent
     stopped: bool = False  # SIGSTOP was sent to the rank, and no SIGCONT after it
     expired: bool = False  # the rank was still running at the deadline
-    changed: bool = False  # whether the call replaced a function or class of a library
+    changed: bool = False  # whether the call left a test's function or class in a library
     log: str = ""
 
     @property
@@ -658,7 +658,7 @@ class World:
         for process in self.processes:
             process.outcome = process.signalled_at = None
             process.channel.setblocking(True)
-            with suppress(OSError):  # the rank has ended, which read() will find out
+            with suppress(OSError):  # the rank has ended, which handle_events() will find out
                 send(process.channel, pickle.dumps((self.request, folder)))
             process.channel.setblocking(False)
 
@@ -705,9 +705,8 @@ class World:
                     os._exit(0)
                 continue
             more = self.read(key.data)
-            if (
-                key.fd == key.data.end
-            ):  # a process that the rank has forked may keep the channel open
+            # The rank has ended. A process that the rank has forked may keep the channel open.
+            if key.fd == key.data.end:
                 while more:
                     more = self.read(key.data)
                 self.reap(key.data)
@@ -759,8 +758,7 @@ class World:
         if process.exited:
             return
         for each in (process.channel, process.end):
-            with suppress(KeyError, ValueError):  # a world that ends has closed its selector
-                self.selector.unregister(each)
+            self.selector.unregister(each)
         _, status = os.waitpid(process.pid, 0)
         process.exited = True
         if os.WIFSIGNALED(status):

@@ -159,10 +159,7 @@ def read_mixed(rank: int, world: int, path: str, to: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fsdpc", "fsdpc-flat"])
 def test_every_kind_of_tensor(tmp_path: Path, kind: str):
-    """Checkpoints keep ties, 0-dim, frozen, integer and low precision parameters, and buffers.
-
-    They also keep extra state.
-    """
+    """Checkpoints keep ties, buffers, extra state and parameters of every kind."""
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     expected = run_ranks(write_mixed, 2, path=first, kind=kind)[0]
     stored = tensors_of(first)

@@ -1,4 +1,4 @@
-/* Functions of fsdpc._C for planners, which compute sizes from options: footprint() and plan_*_slots(). */
+/* Functions of fsdpc._C for planners, which compute sizes from options: footprint(), plan_slots(), .... */
 #ifndef FSDPC_PY_PLAN_H
 #define FSDPC_PY_PLAN_H
 
