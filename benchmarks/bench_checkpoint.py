@@ -32,10 +32,11 @@ parts         parts of a save on rank 0: "plan" makes the plan; "create" allocat
               waits for the other rank; the other parts write the manifest and rename the folder
 
 Files are dropped from the page cache (posix_fadvise) before they are read. "peak" is the growth of
-a rank's memory during a save or load after a warm-up. It is the larger of two measures: resident
-memory (VmHWM) counts a page that both ranks map in full in each rank; PSS, which is read every few
-milliseconds, counts such a page half in each. A save in the background keeps a staging buffer
-("staging"), one copy of the rank's shards, which is allocated before "peak" begins.
+a rank's memory during a save or load after a warm-up. It is the larger of two measures, which
+differ in pages that both ranks map: resident memory (VmHWM) counts the whole page in each rank;
+PSS, which is read every few milliseconds, counts half of it in each. A save in the background keeps
+a staging buffer ("staging"), one copy of the rank's shards, which is allocated before "peak"
+begins.
 
 `--model many`: 20,000 parameters of 40 elements in 1,000 units of fully_shard, 3.2 MB, saved
 without an optimizer and with AdamW. Rows with "first" are the first save of a model. "cpu" is the
@@ -301,7 +302,7 @@ def forget(folder: Path) -> None:
 
 
 def peak_of(call: Callable[[], object]) -> float:
-    """Return the largest growth of memory during the call in MB, the maximum over the ranks."""
+    """Return the largest ``own_peak`` of the ranks, in MB."""
     return reduced(own_peak(call), "MAX")
 
 

@@ -66,7 +66,7 @@ ADAM = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 LION = {"betas": (0.9, 0.99), "weight_decay": 0.5}
 LAST = 20  # the figure "last" is the mean of this many training steps at the end
 VALIDATED = 64, 32  # how many batches, and how many sequences in each
-POINTS = 400  # the most points of a curve in a result; a point is a mean of consecutive steps
+POINTS = 400  # a result's curve has at most this many points, each the mean of consecutive steps
 Make = Callable[[Any, int], torch.optim.Optimizer]
 
 

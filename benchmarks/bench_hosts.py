@@ -101,7 +101,7 @@ def coded(codec: str, reduce_codec: str | None, keeps: bool, work: Workload) -> 
 
 
 def two_slots(work: Workload) -> Training:
-    """Build fsdpc's FSDP with 2 gather slots instead of 3, the default between hosts."""
+    """Build fsdpc's FSDP with 2 gather slots. The default between hosts is 3."""
     training = fsdpc(work)
     training.before_forward = lambda: os.environ.update(FSDPC_GATHER_SLOTS="2")
     training.after_backward = lambda: os.environ.pop("FSDPC_GATHER_SLOTS")
@@ -129,7 +129,7 @@ class Idle(nn.Module):
 
 
 def share_of_line(rate: float) -> float:
-    """Return the fraction of the link's rate at which hosts send each other their ranks' shards."""
+    """Return the rate at which hosts send each other their shards, as a fraction of ``rate``."""
     from fsdpc import FullyShardedDataParallel
     from fsdpc._comm.bootstrap import comm_for_group
 

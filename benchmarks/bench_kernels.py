@@ -4,7 +4,7 @@ python benchmarks/bench_kernels.py                          # print
 python benchmarks/bench_kernels.py --json                   # and write results/kernels.json
 python benchmarks/bench_kernels.py --sizes 1,16 --tables avx512 --only cast
 
-A size sets the number of elements: as many as have this size in float32. Every byte counts once
+A size sets the number of elements: so many float32 values have this size. Every byte counts once
 when it is read and once when it is written, so that a copy of 1 MiB moves 2 MiB. Buffers are reused
 from call to call: small buffers stay in the caches, as small slots do in training. Time is the
 thread's processor time, which other processes disturb only through shared caches and memory; the

@@ -14,9 +14,9 @@ gradients and take turns in the same single-threaded processes. A turn of SOAP a
 class, else "unsharded"; for cases in float32 the reference is "unsharded, float32". All ranks run
 the unsharded step at the same time, so that as many cores are busy as in the other cases. A time is
 the processor time of the rank that takes most, including its threads that send. A share is the time
-divided by (the reference's time in the same round / the number of ranks). "moved" is the most that
-a rank sends in a step, divided by what a rank sends in one reduce-scatter and one all-gather of
-float32 matrices.
+divided by (the reference's time in the same round / the number of ranks). "moved" is what the
+rank that sends most sends in a step, divided by what a rank sends in one reduce-scatter and one
+all-gather of float32 matrices.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def wrapped(made: nn.Sequential) -> nn.Module:
 
 
 def cases_of(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the optimizers by name. The reference is the step of the first optimizer."""
+    """Return the optimizers by name. The first one is the reference, except for float32."""
 
     def new() -> nn.Sequential:
         return model(given.blocks, given.width)
@@ -116,7 +116,7 @@ def others_of_muon(new: Callable[[], nn.Sequential]) -> dict[str, Any]:
 
 
 def timed(optimizer: Any) -> float:
-    """Return the seconds of a step, averaged over the steps between two computations of bases."""
+    """Return the slowest rank's mean seconds of a step, over ``precondition_frequency`` steps."""
     dist.barrier()
     steps = optimizer.param_groups[0].get("precondition_frequency", 1)
     begin = time.process_time()
@@ -128,8 +128,8 @@ def timed(optimizer: Any) -> float:
 
 
 def sent(optimizer: Any) -> float:
-    """Return the most bytes that a rank sends in a step, divided by the bytes that a rank sends in
-    one reduce-scatter and one all-gather in float32.
+    """Return the bytes of a step on the rank that sends most, divided by the bytes that a rank
+    sends in one reduce-scatter and one all-gather in float32.
     """
     [route] = optimizer._routes
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -5,16 +5,16 @@
 
 The benchmark has three parts, and each part runs the engines in the processes that it needs:
 
-time    All engines run in the same two ranks and take turns in each round; another engine is first
-        in each round. So an engine and `local`, by whose time the engine's time is divided, run
-        within seconds of each other. A round times a few steps from a barrier until the slower
-        rank is done. Before the first round, three steps on fixed data warm up and compare the
-        losses. In these steps the local copies average their gradients; in timed rounds they do
-        not communicate.
+time    All engines run in the same two ranks and take turns in each round; each round begins with
+        a different engine. An engine's time is divided by the time of `local` in the same round,
+        so both times are measured within seconds. A round times a few steps from a barrier until
+        the slower rank is done. Before the first round, each engine takes three warm-up steps on
+        fixed data, whose losses are compared. In these steps the local copies average their
+        gradients; in timed rounds they do not communicate.
 memory  Each engine gets two fresh ranks, so that no other engine's memory counts. The parent
         process reads both ranks' PSS every few milliseconds during four steps. The table shows the
         memory above the PSS of a process that has imported everything; a page that both ranks map
-        counts half in each.
+        counts half for each rank.
 host    Time of forward and backward without communication and waiting. The plain module's time in
         the same round is subtracted, and the rest is divided by the number of units. FSDP1 and
         FSDP2 run on torch's fake process group of two ranks, whose collectives do nothing. fsdpc
@@ -24,7 +24,7 @@ host    Time of forward and backward without communication and waiting. The plai
         `fsdpc-c10d` is fsdpc on the fake group, where it calls torch.distributed for each
         collective. The suffix `-flat` means `use_orig_params=False`, and `fsdpc2` is
         `fsdpc.fully_shard`. `fsdpc-events` and `fsdpc-tensors` (only in the part `time`) train
-        inside fsdpc.profile_memory with `tensors=False` and `tensors=True`.
+        inside fsdpc.profile_memory, with `tensors=False` and `tensors=True` respectively.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DEFAULT_PARTS = {
     "85m": "time,memory",
     "tiny": "time,host",
 }
-MEMORY_KEYS = ("steady", "peak")  # memory between two steps, and the peak during steps
+MEMORY_KEYS = ("steady", "peak")  # steady: after the last step; peak: the peak during steps
 WARMUP_STEPS = 3
 MEMORY_STEPS = 4
 SAMPLE_SECONDS = 0.005
@@ -240,8 +240,8 @@ def import_all(name: str) -> None:
 
 
 def watch_memory(pids: list[int], connection: Connection) -> dict:
-    """Read PSS at each phase, and sample PSS between "warm" and "steady"; return MB averaged over
-    the ranks.
+    """Read the ranks' PSS whenever rank 0 sends the name of a phase. Between "warm" and "steady",
+    also sample PSS for the peak. Return MB by phase, and the peak, averaged over the ranks.
     """
     figures: dict[str, float] = {}
     peak, sampling = 0.0, False
@@ -314,8 +314,8 @@ def host_rounds(trainings: dict, work: object, rounds: int) -> dict[str, list[fl
 
 def host_once(training: object, work: object) -> float:
     """Return the seconds of one forward and backward without the waits that fsdpc's trace records.
-    The optimizer's step is not timed, but must run, because fsdpc notices whether parameters have
-    changed, and does other work if they have not.
+    The optimizer's step is not timed. It must run all the same: fsdpc notices whether parameters
+    have changed, and does other work if they have not.
     """
     import torch.distributed as dist
     from engines import random_batch

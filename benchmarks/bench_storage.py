@@ -1,13 +1,13 @@
-"""Time saves and loads through an S3 server beside the local disk (`fsdpc.checkpoint` on URLs).
+"""Time saves and loads on an S3 server and on the local disk (`fsdpc.checkpoint` with URLs).
 
     pip install s3fs "moto[server]"
     python benchmarks/bench_storage.py
 
 Two ranks save and load a GPT (`--model 10m`) with AdamW's moments. moto's server runs as a process
 of its own and keeps everything in memory. "upload" and "download" use only `s3fs`: one process
-copies the saved files. moto reads a whole object for each requested range, and loads request ranges
-of 8 MiB, so a load's time per byte grows with the size of the files. The ranks and the server share
-the machine's cores, so the figures hold only for this client with this server.
+copies the saved files. A load requests ranges of 8 MiB, and moto reads the whole object for each
+requested range, so a load's time per byte grows with the size of the files. The ranks and the
+server share the machine's cores, so the figures hold only for this client with this server.
 `--kills N` kills a rank N times, each time at a random moment while the ranks save. After each kill
 the newest checkpoint is loaded and verified. Meanwhile another process verifies the latest
 checkpoint again and again.
@@ -123,7 +123,9 @@ def job(rank: int, world: int, folder: str, out: Connection, model: str, rounds:
 
 
 def keep_saving(rank: int, store: str, folder: str, first: int) -> None:
-    """Save steps as one rank; every element of the weights is the number of the step."""
+    """Save one checkpoint per step on one rank, until the other rank is killed. In a checkpoint,
+    every element of the weights is the number of the step.
+    """
     os.environ["FSDPC_TIMEOUT"] = "20"
     start_rank(rank, 2, store)
     import torch

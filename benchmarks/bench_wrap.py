@@ -6,13 +6,13 @@
 A round makes a new model for each class (not timed), waits at a barrier, and times the constructor
 with a wrap policy. Then it times the first forward, in which both classes do the setup that is
 needed once per model. A time is that of the slower rank; a ratio divides by FSDP1's time in the
-same round. "cpu" is the processor time of the constructor on rank 0, to which other programs do not
-add. A model is dropped before the next one is made. With ``--first`` each round wraps over a new
-process group, so that fsdpc's time includes making the group's communicator; otherwise the group
-already has one.
+same round. "cpu" is the processor time of the constructor on rank 0, which does not include the
+time of other programs. A model is dropped before the next one is made. With ``--first`` each round
+wraps over a new process group, so that fsdpc's time includes making the group's communicator;
+otherwise the group already has one.
 
-Models are GPTs: `5`, `33` and `200` units of 12 small parameters (width 32), and `85m` with 13
-units of width 768, where moving the values is most of the work.
+Models are GPTs. `5`, `33` and `200` have that many units, with 12 small parameters in each block
+(width 32). `85m` has 13 units of width 768; moving the values is most of the work there.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from bench_step import host_once, start_rank, time_round, warm_up
 HERE = Path(__file__).resolve().parent
 SIDES = ("old", "new")
 ENGINES = ("fsdpc", "local")
-HOST_STEPS = 10  # forwards and backwards in a turn, whose median is the turn's host time
+HOST_STEPS = 10  # timed forwards and backwards per turn; their median is the turn's host time
 DEADLINE = 900  # seconds for one turn
 
 

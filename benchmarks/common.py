@@ -116,7 +116,7 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
 
 
 def by_rows(content: Any, indent: int = 0) -> str:
-    """Return JSON in which each value that is short, or has no list or dict in it, is one line."""
+    """Return JSON. A value is on one line if it is short, or if it contains no list or dict."""
     line = json.dumps(content)
     if not isinstance(content, dict | list) or len(line) <= ROW:
         return line

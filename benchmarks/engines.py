@@ -108,7 +108,7 @@ def adamw(model: nn.Module, work: Workload) -> torch.optim.Optimizer:
 
 
 def local(work: Workload) -> Training:
-    """Build the unsharded training. A dtype other than fp32 computes on a copy of fp32 weights."""
+    """Build the unsharded training. Weights are fp32; another dtype computes on a cast copy."""
     master = plain_model(work)
     if work.dtype is torch.float32:
         return Training(master, adamw(master, work))

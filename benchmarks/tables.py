@@ -112,7 +112,7 @@ def size_text(count: int) -> str:
 
 
 def kernel_tables(result: dict) -> str:
-    """Return the table of bench_kernels.py: the best kernel table's share of memcpy, by size."""
+    """Return the table of bench_kernels.py: each kernel's best share of memcpy's speed."""
     sizes = result["sizes_mib"]
     names = list(next(iter(sizes.values()))["kernels"])
     rows = [
@@ -125,7 +125,9 @@ def kernel_tables(result: dict) -> str:
 
 
 def kernel_cell(by_table: dict | None) -> str:
-    """Return the largest share of memcpy's speed among the kernel tables, without torch's."""
+    """Return the largest share of memcpy's speed that one kernel reaches among fsdpc's kernel
+    tables (plain C, AVX2 and so on). Torch's own share does not count.
+    """
     shares = [
         figures["of_memcpy"]["median"]
         for name, figures in (by_table or {}).items()
@@ -389,7 +391,9 @@ def host_rows(case: dict) -> list[list[str]]:
 
 
 def muon_tables(result: dict) -> str:
-    """Return the table of bench_muon.py. One step in ``every`` computes bases or roots."""
+    """Return the table of bench_muon.py. If the result has "every", bases or roots are computed in
+    one step of that many.
+    """
     rows = [
         [
             case["case"],

@@ -10,8 +10,9 @@ All machines must see the folder of checkpoints. When a machine is lost, the ran
 machines raise an error after FSDPC_TIMEOUT seconds, or at once if only a process has ended.
 torchrun then starts the ranks again on the machines that are left, and they load the newest
 checkpoint at the new number of ranks. A machine that comes back, or a new machine, joins at the
-next restart. TORCH_DISABLE_SHARE_RDZV_TCP_STORE is a variable of torch: without it torchrun keeps
-one store for all restarts, in which gloo finds the addresses of ranks that have ended (torch 2.13).
+next restart. TORCH_DISABLE_SHARE_RDZV_TCP_STORE is a variable of torch. Without it torchrun keeps
+one store for all restarts, and after a restart gloo finds the addresses of ranks that have ended
+in that store (torch 2.13).
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ _HOME = {
     "set_collectives": "fsdpc._comm.bootstrap",
     "uninstall": "fsdpc._install",
 }
-# A companion is a part of the package that an installation may lack. For each function that a
-# companion registers: the module that registers it. The module is imported when the function is
-# first asked for.
+# A companion is a part of the package that an installation may lack. It registers functions by
+# name. For each name, this table has the module that registers the function. The module is imported
+# when the function is first asked for.
 _REGISTERED_BY = {
     "explain": "fsdpc.plan.noticed",
     "steps": "fsdpc._companions.stepping",

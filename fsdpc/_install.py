@@ -152,8 +152,8 @@ def _clean_torch(theirs: Any, ours: Any) -> None:
 
 
 def _stand_in_where_torch_needs_its_own() -> None:
-    """Let importers of torch's module ``fully_sharded_data_parallel`` get fsdpc's class, while the
-    module's own functions read torch's class from their globals.
+    """Let importers of torch's module ``fully_sharded_data_parallel`` get fsdpc's class. The
+    module's own functions still read torch's class from their globals.
     """
     before = home.__class__
 
@@ -201,7 +201,7 @@ def _dispatch_static_methods() -> None:
 
 
 def _dispatcher(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a decorator that calls the function of the class that made the model."""
+    """Return a decorator. Decorated functions call ``theirs`` for torch's models, else ``ours``."""
     names = list(inspect.signature(theirs).parameters)
     name = "model" if "model" in names else "module"
     position = names.index(name)

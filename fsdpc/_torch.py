@@ -84,7 +84,7 @@ StridedShard = _find("torch.distributed.tensor.placement_types", "_StridedShard"
 AsyncCollectiveTensor = _find("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
 
 # Compares types, dtypes, devices, shapes and strides of many tensors with those of an earlier time.
-# None if torch has no such class: checkpoint saves then keep nothing for later saves.
+# None if torch has no such class: each checkpoint save then reads model and optimizer anew.
 TensorGuards = _maybe("torch._C._dynamo.guards", "TensorGuards")
 
 # Modes: the first sees every operation that torch runs, the second every call of a torch function.

@@ -264,7 +264,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         except BaseException as error:
             explain(error, "forward", host=self)
             raise
-        if prepared is not None:  # arguments, replaced by views that have the engine's hooks
+        if prepared is not None:  # the arguments as views that have the engine's hooks
             args, kwargs = prepared
         try:
             if self._prepare_inputs is not None:
@@ -277,8 +277,9 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
                 unit.flat.forward_failed()
             raise
         copied = self._leave(kwargs, args, output)
-        # The hook replaces outputs whose memory is that of gathered parameters by copies, and
-        # inputs that ``forward`` returns by views.
+        # If an output shares memory with gathered parameters, the hook replaces the output by a
+        # copy. If ``forward`` returns inputs and no new output that requires a gradient, the hook
+        # may replace the inputs by views.
         if copied is not None:
             output = copied
         if autocasts():

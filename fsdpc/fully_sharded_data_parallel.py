@@ -1,5 +1,5 @@
-"""The names of ``fsdpc.fsdp`` and ``fsdpc.api``, in a module with the name that torch's module has,
-for scripts that import from ``fully_sharded_data_parallel``.
+"""A module with the name of torch's module, for scripts that import from
+``fully_sharded_data_parallel``. It exports the names of ``fsdpc.fsdp`` and ``fsdpc.api``.
 """
 
 from torch.distributed.fsdp import api as _torchs

@@ -2,9 +2,9 @@
 codes, which are sharded and gathered as bytes.
 
 Each row of a weight is coded separately: first the codes of the row, then its scales, which begin
-at a multiple of 16 bytes (``csrc/codec``). A rank may therefore have any rows or any bytes of rows,
-and a gather transfers codes. The decoded values are the same on any number of ranks. A layer
-decodes its weight in forward and again in backward.
+at a multiple of 16 bytes (``csrc/codec``). A shard may therefore consist of whole rows or of any
+bytes of rows, and a gather transfers codes. The decoded values are the same on any number of ranks.
+A layer decodes its weight in forward and again in backward.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def decode_rows(coded: Tensor, row: int, dtype: torch.dtype, codec: str) -> Tens
     """Return the values of coded rows. Each row has ``row`` values. Local."""
     found = torch.empty((*coded.shape[:-1], row), dtype=dtype, device=coded.device)
     coded = coded.contiguous()
-    if coded.data_ptr() % 16:  # not aligned if an earlier tensor's size is no multiple of 16
+    # A tensor in a unit's buffer is not aligned if the bytes before it are no multiple of 16.
+    if coded.data_ptr() % 16:
         coded = coded.clone()
     _C.decode_rows(codec, found, coded, kernel_ordinal(coded))
     return found
@@ -134,7 +135,7 @@ class _Coded(nn.Module):
 def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Quantise floating-point values that a coded layer loads. Report values that cannot be
     quantised (sharded values, 8-bit floats, values of another shape) as a loading error. Without
-    this check, ``copy_`` would convert values that have the shape of the codes to bytes.
+    this check, values of the same shape as the codes would be cast to bytes by ``copy_``.
     """
     key, own = f"{prefix}weight", module._parameters.get("weight")
     given = state.get(key)
@@ -156,8 +157,8 @@ def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *rest: A
 
 
 def can_encode(values: Any, shape: Sequence[int]) -> bool:
-    """Return whether ``values`` has this shape and a dtype that can be encoded. 8-bit floats cannot
-    be encoded, because their scales are not known.
+    """Return whether ``values`` has shape ``shape`` and a dtype that can be encoded. 8-bit floats
+    cannot be encoded, because their scales are not known.
     """
     wide: bool = values.is_floating_point() and values.dtype.itemsize > 1
     return wide and tuple(values.shape) == tuple(shape)
@@ -169,10 +170,10 @@ class Linear(_Coded, nn.Linear):
 
     ``weight``: uint8, (out_features, bytes of a row's codes and scales). As in ``torch.nn.Linear``,
     an input of shape (..., in_features) gives an output of shape (..., out_features), in the dtype
-    of the input or of autocast. ``RuntimeError``, on loading: the values are sharded, have 8 bits
-    or have another shape than the layer's weight. ``TypeError``: the input is not floating-point,
-    for example because a module casts the input to the weight's dtype; or ``reset_parameters`` is
-    called, because codes have no initialisation.
+    of the input or of autocast. Loading raises ``RuntimeError`` if the values are sharded, have
+    8 bits, or have another shape than the layer's weight. ``forward`` raises ``TypeError`` if the
+    input is not floating-point, for example because a module casts the input to the weight's dtype.
+    ``reset_parameters`` raises ``TypeError``, because codes have no initialisation.
     """
 
     plain, width = nn.Linear, "in_features"

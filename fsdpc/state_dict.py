@@ -83,7 +83,7 @@ def _begin(member: Any, action: str, prefix: str) -> ModuleType:
     """Check the call, and return the module of the current type. Collective over the sharding
     group, except for the LOCAL type.
 
-    An unsharded unit has the FULL type only, as in torch. ``AssertionError``: the unit is in
+    An unsharded unit always has the FULL type, as in torch. ``AssertionError``: the unit is in
     forward or backward. ``MismatchError``: ranks make different calls, or the same call for units
     at different positions of their models (units wrapped one by one may have equal shapes).
     """

@@ -88,7 +88,7 @@ within(int32_t value, int32_t most)
     return low > -most ? low : -most;
 }
 
-/* Decodes a code to |code| - 1 steps with its sign, or for 1 and -1 to 1/4 step. A step is scale / 126. */
+/* Decodes 0 to 0, +-1 to +-1/4 step, other codes to |code| - 1 steps with their sign. Step: scale / 126. */
 static __device__ __forceinline__ float
 unpacked(int32_t code, float scale)
 {

@@ -24,7 +24,7 @@ added(A base, A source, A scale)
     return sum(base, scale == 1 ? source : product(source, scale));
 }
 
-/* Adds elements of any types one by one: for pairs with float64, which are rare, and for heads and tails. */
+/* Adds elements of any types one by one: if a type is float64 (rare), and outside of whole aligned groups. */
 template <typename A>
 static __device__ __noinline__ void
 add_items(void *dst, int dst_type, const A *base, const void *src, int src_type, int begin, int end,

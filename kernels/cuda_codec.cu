@@ -18,7 +18,7 @@ template <int CODEC> struct codec_form {
     };
 };
 
-/* A thread's elements of a block: `count` (at most SHARE) from `at` on, their codes, and the scale. */
+/* A thread's elements of a block: `count` (at most SHARE) from index `at` on, their codes, and the scale. */
 struct codec_share {
     int64_t at;
     int count, place; /* place: index of the first element in the block */
@@ -285,7 +285,7 @@ nvfp4_factors(int32_t most, int32_t own, bool finite, const codec_share &share)
     return factors;
 }
 
-/* Returns a block's factors. `most`: bits of its largest magnitude. The `first` thread writes the scale. */
+/* Returns a block's factors. `most`: the bits of its largest |value|. If `first`, this thread sets *scale. */
 template <int CODEC>
 static __device__ __forceinline__ codec_factor
 codec_factors(int32_t most, bool finite, uint8_t *scale, bool first)
@@ -313,7 +313,7 @@ codec_factors(int32_t most, bool finite, uint8_t *scale, bool first)
     return factors;
 }
 
-/* Adds earlier coding errors to the values. If all values of the block are 0, only returns false. */
+/* Adds earlier coding errors to the values and returns true; if all values are 0, only returns false. */
 template <int SHARE>
 static __device__ __forceinline__ bool
 add_lost(const float *lost, const codec_share &share, float *values)

@@ -19,19 +19,19 @@ enum {
     FSDPC_CUDA_RESIDENT =
         4, /* blocks that a multiprocessor shall hold at a time, so at most 64 registers per thread */
     FSDPC_CUDA_TILE_BYTES = 16384, /* bytes of a pack's destination that one block writes */
-    FSDPC_CUDA_PACK_SOURCES = 384, /* most sources in the parameters of a launch */
+    FSDPC_CUDA_PACK_SOURCES = 384, /* at most this many sources in the parameters of a launch */
     FSDPC_CUDA_REDUCE_SOURCES = 256,
-    FSDPC_CUDA_NORM_BLOCKS = 1024, /* most partial results of a sum of squares */
+    FSDPC_CUDA_NORM_BLOCKS = 1024, /* at most this many partial results of a sum of squares */
     FSDPC_CUDA_NORM_BLOCK_ITEMS = 4096,
     FSDPC_CUDA_VIEW_DIMS = 16,
-    FSDPC_CUDA_SPANS = 128, /* most spans in one launch */
+    FSDPC_CUDA_SPANS = 128, /* at most this many spans in one launch */
     FSDPC_CUDA_STEP_TENSORS = 32,
     FSDPC_CUDA_STEP_TILE = 4096, /* elements of a tensor that one block steps */
     FSDPC_CUDA_ACTIVATION_ITEMS = 4096,
-    FSDPC_CUDA_CODINGS = 48,       /* most fsdpc_cuda_coding in one launch */
+    FSDPC_CUDA_CODINGS = 48,       /* at most this many fsdpc_cuda_coding in one launch */
     FSDPC_CUDA_CODING_BLOCKS = 32, /* blocks of values that one block of threads codes */
-    FSDPC_CUDA_PLAIN_BLOCK = 256,  /* values of a block of FSDPC_UNCODED */
-    FSDPC_CUDA_LANDED = 40,        /* most fsdpc_cuda_landed in one launch */
+    FSDPC_CUDA_PLAIN_BLOCK = 256,  /* values in a block if the codec is FSDPC_UNCODED */
+    FSDPC_CUDA_LANDED = 40,        /* at most this many fsdpc_cuda_landed in one launch */
 };
 
 /* X(kernel, its struct) */
@@ -228,10 +228,10 @@ typedef struct fsdpc_cuda_coding {
     void *values;
     uint8_t *coded;
     int64_t rows, row;      /* rows of each piece; elements of each row */
-    int64_t stride, scales; /* bytes from a coded piece to the next; bytes from it to its scales */
+    int64_t stride, scales; /* from a coded piece: bytes to the next one; bytes to its scales */
     int64_t blocks;         /* number of blocks of values in all pieces */
     float *lost;            /* each value's coding error, see fsdpc_codec_encode; or NULL */
-    int32_t first_block;    /* the number of the first block of threads */
+    int32_t first_block;    /* the first thread block that works on these pieces */
     int32_t type, codec, pad;
 } fsdpc_cuda_coding;
 

@@ -1,6 +1,6 @@
 /* Sums of gradients, norms, and the factor that clips gradients, without a synchronization with the host.
  *
- * Squares are added in double: first by each thread over its elements, then by one tree per block, then over
+ * Squares are added in double: over the elements of a thread, then over the threads of a block, then over
  * the blocks. The order of these additions depends only on the buffer's length and its address modulo 16.
  */
 #include "cuda_span.cuh"
@@ -32,7 +32,7 @@ template <typename VALUE> struct squares {
     }
 };
 
-/* The sum and the magnitude for narrower types. Operations in double are slow on many GPUs, so there are few.
+/* The sum and the magnitude for narrower types. Operations in double are slow on many GPUs, so few are used.
  * A square is exact in double, so a fused multiply-add gives the same sum. Magnitudes are compared by their
  * bits as integers, in which infinity is larger than all numbers, and NaN is larger than infinity. */
 template <> struct squares<float> {
@@ -234,7 +234,7 @@ template <int S, int A> struct reduction {
     enum {
         SMALLER = sizeof(source) < sizeof(target) ? sizeof(source) : sizeof(target),
         COUNT = 16 / SMALLER,
-        /* If the types are equally large, a group is only one load of each; two groups hide the latency. */
+        /* If both types have the same size, a group is one load of each. Two groups then hide the latency. */
         IN_FLIGHT = sizeof(source) == sizeof(target) ? 2 : 1,
     };
 };

@@ -42,7 +42,7 @@ refresh_items(typename item<A>::raw *acc, const typename item<S>::raw *grad, int
     }
 }
 
-/* Reads the sum and its copy once, and writes a group of the sum only if an element of the group changed. */
+/* Reads the sum and its copy one time. Writes a group of the sum only if an element of the group changed. */
 template <int A, int S>
 static __device__ void
 refresh_groups(typename item<A>::raw *acc, const typename item<S>::raw *grad, int64_t groups,

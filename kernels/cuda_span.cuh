@@ -101,7 +101,7 @@ convert_groups(const conversion<S, D> &convert, typename item<D>::raw *dst,
     }
 }
 
-/* If either type is float64, a thread loads one element at a time: this is rare, and 8 bytes are enough. */
+/* If a type is float64, which is rare, a thread loads one element at a time: loads of 8 bytes suffice. */
 template <int S, int D, bool GLOBAL, typename I>
 static __device__ void
 convert_span(void *dst_, const void *src_, I n, double scale, I lane, I lanes)
@@ -220,7 +220,7 @@ convert_from(void *dst, int dst_type, const void *src, I n, double scale, I lane
     }
 }
 
-/* All threads of a block take the same branch. The function is inlined, as a call would spill registers. */
+/* All threads of a block take the same branch. Inlined, because a call would spill registers. */
 template <bool GLOBAL, typename I>
 static __device__ __forceinline__ void
 convert_any(void *dst, int dst_type, const void *src, int src_type, I n, double scale,

@@ -40,7 +40,7 @@ value_of(const fsdpc_step_codes &map, bool has_sign, uint8_t code, float scale)
 }
 
 /* The largest m, -m and v of a block. Each is at least 0, and infinity if a value is not finite. Values are
- * compared by their bits as integers: positive floats keep their order, negative ones are negative. */
+ * compared by their bits as integers: positive floats keep their order, and negative floats stay negative. */
 struct extremes {
     int32_t high, low, square;
 

@@ -55,8 +55,8 @@ const fsdpc_kernels *fsdpc_kernels_plain(void);
 /* Return the table of the AVX2 or AVX-512 kernels, or NULL if this build or this processor lacks them. */
 const fsdpc_kernels *fsdpc_kernels_avx2(void);
 const fsdpc_kernels *fsdpc_kernels_avx512(void);
-/* Sets *out to this processor's best table, or to the one that FSDPC_SIMD=plain|avx2|avx512 names. An unknown
- * name fails with FSDPC_E_INVAL, a table that this processor cannot run with FSDPC_E_UNAVAILABLE. */
+/* Sets *out to this processor's best table, or to the one that FSDPC_SIMD=plain|avx2|avx512 names. Fails
+ * with FSDPC_E_INVAL for an unknown name, with FSDPC_E_UNAVAILABLE if the processor cannot run the table. */
 int fsdpc_kernels_select(const fsdpc_kernels **out);
 /* Finds a table by its name, and fails as fsdpc_kernels_select does. */
 int fsdpc_kernels_by_name(const char *name, const fsdpc_kernels **out);

@@ -9,7 +9,7 @@
 #include "base/dtype.h"
 
 enum {
-    FSDPC_STEP_BLOCK = 256, /* 8-bit states: so many consecutive elements share a scale */
+    FSDPC_STEP_BLOCK = 256, /* 8-bit states: number of consecutive elements with one scale */
     FSDPC_STEP_CELLS = 8,   /* the length of each table in fsdpc_step_codes */
 };
 
@@ -64,8 +64,9 @@ typedef struct fsdpc_step_tensor {
     int16_t param_type, grad_type, state_type, pad;
 } fsdpc_step_tensor;
 
-/* Tables that convert values to 8-bit codes and back (optim_codes.inc). `base` and `slope` are indexed by the
- * exponent of a cell's number as a float, the other tables by the decade of a value. */
+/* Tables that convert values to 8-bit codes and back. optim_codes.inc explains cells and decades. `base` and
+ * `slope` are indexed by the exponent, modulo 8, of a cell's number as a float; the other tables, by the
+ * decade of a value. */
 typedef struct fsdpc_step_codes {
     float two[FSDPC_STEP_CELLS], next[FSDPC_STEP_CELLS], by[FSDPC_STEP_CELLS];
     float offset[FSDPC_STEP_CELLS], low[FSDPC_STEP_CELLS], high[FSDPC_STEP_CELLS];
@@ -77,8 +78,8 @@ typedef struct fsdpc_step_codes {
 typedef struct fsdpc_step_entry {
     fsdpc_step_tensor tensor;
     double decay; /* the step multiplies p by this */
-    /* In the formulas, beta1 and beta2 multiply the old states (SGD: momentum and dampening), and weight1 and
-     * weight2 multiply the gradient. */
+    /* In the formulas, beta1 and beta2 multiply the old states; weight1 and weight2 multiply the gradient.
+     * Of these, SGD uses only beta1, which is the momentum, and weight1, which is 1 - dampening. */
     double beta1, beta2;
     double weight1, weight2;
     /* Adam: v's square root is divided by `root`, then `eps` is added. The kinds that use adam_numbers::quick

@@ -1,4 +1,4 @@
-"""The choice of the combinations of a test's axes that run: `pytest --combinations pairs`.
+"""Choose which combinations of a test's axes run: `pytest --combinations pairs`.
 
 A test of several ranks that is parametrised by several axes (world size, strategy,
 use_orig_params, ...) has an item for each combination of the axes' values. `all`, the default,
@@ -6,9 +6,9 @@ runs all items. `pairs` keeps enough items that any two values of two axes still
 `each` keeps enough items that every value of every axis occurs. The choice depends only on the
 items, so it is the same in every process and in every run.
 
-The rows of one parametrize call are one axis, however many arguments a row has, so no row is left
-out. An item on one rank exchanges nothing. If a test also runs on several ranks, its items on one
-rank therefore count only for combinations with the world size 1.
+Each parametrize call is one axis, and its rows are the values of the axis, even if a row has many
+arguments. No row is therefore left out. An item on one rank exchanges no data. If a test also runs
+on several ranks, its items on one rank therefore count only for combinations with the world size 1.
 
 The items of a test that starts its ranks with `run_ranks` are chosen in the same way; the test's
 parametrize calls are the axes. `subset` chooses from a product inside of a test. `subset` follows
@@ -22,7 +22,7 @@ import os
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-# mode -> n: all combinations of the values of any n axes must occur; 0: every item runs
+# Mode -> n. For any n axes, each combination of their values must occur. With 0, every item runs.
 MODES = {"all": 0, "pairs": 2, "each": 1}
 VARIABLE = "FSDPC_TEST_COMBINATIONS"
 FOLDERS = ("dist", "parity", "fault", "clients", "fuzz")  # folders with tests of several ranks
@@ -54,10 +54,7 @@ def cover(rows: Sequence[Row], size: int) -> list[int]:
 def subset(
     product: Iterable[tuple[Any, ...]], mode: str | None = None, least: str = "each"
 ) -> list[tuple[Any, ...]]:
-    """Return the tuples of a product that `mode` keeps, or those that the mode `least` keeps.
-
-    Of the two modes, the one that keeps more tuples counts.
-    """
+    """Return the tuples of a product that a mode keeps: `mode` or `least`, whichever keeps more."""
     values = list(product)
     size = MODES[mode or os.environ.get(VARIABLE, "all")]
     if not size:

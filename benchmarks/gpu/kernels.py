@@ -4,13 +4,14 @@
     python -m gpu.kernels --only cast --json
     python -m gpu.kernels --dry --tiny        # the same lines without a GPU
 
-A size sets the number of elements: as many as have this size in float32. Every byte counts once
-when it is read and once when it is written, so that a copy of 1 MiB moves 2 MiB. A share is the
-kernel's bytes per second divided by those of a device-to-device copy in the same round. The copy
-moves as many bytes; it is torch's copy_ between tensors of one type, which calls the driver's copy.
-A time is that of many calls in a row between two events, divided by the number of calls, so the
-figures of small sizes include the time that the host needs to queue a call. Calls rotate among sets
-of buffers that together have `ROTATE_MIB` MiB, so that the caches do not hold the buffers.
+A size is that of a float32 buffer; buffers of other types have the same number of elements. Every
+byte counts once when it is read and once when it is written, so that a copy of 1 MiB moves 2 MiB. A
+share is the kernel's bytes per second divided by those of a device-to-device copy in the same
+round. The copy moves as many bytes; it is torch's copy_ between tensors of one type, which calls
+the driver's copy. A time is that of many calls in a row between two events, divided by the number
+of calls, so the figures of small sizes include the time that the host needs to queue a call. Calls
+rotate among sets of buffers (`MOST_SETS` for small sizes, fewer for larger sizes), so that the
+caches do not hold the buffers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Memory = Callable[[str, int], torch.Tensor]  # (dtype, number) -> a buffer of on
 
 @dataclass(frozen=True)
 class Kernel:
-    """The bytes moved per float32 element, and a function that makes a call on a set of buffers."""
+    """The bytes moved per element, and a function that makes a call on a set of buffers."""
 
     bytes_per_item: float
     make: Callable[[Memory], Call]
@@ -109,7 +110,7 @@ def split(
 
 
 def norm2(dtype: str) -> Kernel:
-    """Return the norm kernel. The host waits for the norm; at small sizes this takes most time."""
+    """Return the norm kernel. At small sizes most of the time is the host's wait for the norm."""
     return Kernel(
         ITEM[dtype], lambda memory: _bind(_probe.kernel_norm2, memory(dtype, 0), dtype, GPU)
     )
@@ -167,7 +168,7 @@ class Buffers:
 
 
 def timed(device: machine.Device, calls: list[Call], seconds: float) -> Callable[[], float]:
-    """Warm up the calls and return a function that measures the seconds per call once."""
+    """Warm up the calls. Return a function that runs them and returns the seconds per call."""
 
     def once(repeats: int) -> float:
         begin = device.mark()
@@ -183,7 +184,9 @@ def timed(device: machine.Device, calls: list[Call], seconds: float) -> Callable
 def measure_size(
     device: machine.Device, mib: float, names: list[str], rounds: int, seconds: float
 ) -> dict[str, Any]:
-    """Measure one size; a share is the median, over rounds, of the quotient within a round."""
+    """Measure one size. A share divides a kernel's speed by the copy's speed in the same round; its
+    median and quartiles are over rounds.
+    """
     n = int(mib * MIB) // 4
     sets = max(1, min(MOST_SETS, int((2 if device.dry else ROTATE_MIB) / (2 * mib))))
     buffers = Buffers(device.device, n, sets)

@@ -1,4 +1,4 @@
-"""Measure what frees a GPU's memory, what it costs in time, and how fast checkpoints are saved.
+"""Measure ways to free GPU memory and what they cost in time, and how fast checkpoints are saved.
 
     python -m gpu.memory                    # one rank, a GPT of a billion parameters, bf16
     python -m gpu.memory --only int8 --json

@@ -4,13 +4,14 @@
     python -m gpu.optim --only AdamW --json
     python -m gpu.optim --dry --tiny         # the same lines without a GPU
 
-All cases of one size and dtype take turns with the same parameters and gradients, and a ratio is a
-quotient within one round. "GPU" is the time between two events around several steps, divided by
-their number. "host" is the time that the host needs to queue one step on an idle GPU. The bytes of
-a step are the least that the step must move: it reads and writes parameters and states once, and
-reads gradients once, or twice with clipping. Shares refer to torch's copy_ between two tensors on
-the same GPU, whose read and written bytes both count. "clip" is a step with clipping by the global
-norm: fsdpc's `step_and_clip`, or torch's `clip_grad_norm_` and fused step.
+All cases of one size and dtype take turns with the same parameters and gradients, and a ratio
+divides two times of one round. "GPU" is the time between two events around several steps, divided
+by their number. "host" is the time that the host needs to queue one step on an idle GPU. The bytes
+of a step are the least that the step must move: it reads and writes parameters and states once, and
+reads gradients once, or twice with clipping. A share divides a step's bytes per second by those of
+torch's copy_ between two tensors on the same GPU; bytes read and written both count. "clip" is
+a step with clipping by the global norm: fsdpc's `step_and_clip`, or torch's `clip_grad_norm_` and
+fused step.
 """
 
 from __future__ import annotations

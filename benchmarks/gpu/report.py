@@ -278,7 +278,7 @@ def facts(
 
 
 def kernel_facts(kernels: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the kernels at the largest size as shares of the copy's speed, the slowest first."""
+    """Return the kernels' speeds at the largest size as shares of the copy's, the lowest first."""
     sizes = kernels.get("sizes_mib", {})
     if not sizes:
         return []

@@ -84,7 +84,7 @@ def parts(args: argparse.Namespace, folder: Path) -> list[Part]:
 
     build = [python, "setup.py", "build_ext", "--inplace"]
     first = [python, str(ROOT / "tests" / "gpu" / "first_steps.py"), *dry[: int(args.dry)]]
-    one_by_one = {"CUDA_LAUNCH_BLOCKING": "1"}  # no two kernels overlap: a failure is no race
+    one_by_one = {"CUDA_LAUNCH_BLOCKING": "1"}  # no two kernels overlap, so no failure is a race
     picture = ["--picture", str(folder / "gpu_profile.png")]
     one_rank, kernels, two_ranks = (
         f"tests/gpu/test_{name}.py" for name in ("one_rank", "kernels_gpu", "two_ranks")
@@ -236,7 +236,7 @@ def run_all(
     dry: bool,
     save: Callable[[list[Ended]], None],
 ) -> list[Ended]:
-    """Run one part after the other; later parts get the time that is left. If the build fails and
+    """Run one part after the other, each for at most the time that is left. If the build fails and
     no earlier build is usable, the remaining parts are left out. `save(ended)` is called after each
     part that ran.
     """

@@ -9,10 +9,10 @@ and the same fused AdamW. On a group of one rank FSDP1 and fsdpc turn FULL_SHARD
 torch documents; FSDP2 does not. `local` is the unsharded step, which casts fp32 weights into a bf16
 copy that computes.
 
-time    All engines run in one process and take turns in each round; another engine is first in each
-        round. A step is timed by the GPU's events and by the host's clock, both from an idle GPU
-        until the GPU is idle again. The losses of the first steps, which run torch's deterministic
-        algorithms, are compared.
+time    All engines run in one process and take turns in each round; each round begins with a
+        different engine. A step is timed by the GPU's events and by the host's clock, both from an
+        idle GPU until the GPU is idle again. The losses of the first steps, which run torch's
+        deterministic algorithms, are compared.
 memory  Each engine runs in a fresh process. The first figures are torch's peaks of allocated and
         reserved memory, and the memory that fsdpc maps outside of torch's allocator; "peak" is the
         allocated peak plus the mapped memory. The last figure is the growth of the whole device's

@@ -58,7 +58,7 @@ def record(job: Callable[[], object], device: Device) -> Timeline:
 
 
 def read(events: list[dict], dry: bool) -> Timeline:
-    """Make a timeline of a Chrome trace. Waits of the host after the job do not count."""
+    """Make a timeline from a Chrome trace. Waits of the host after the job do not count."""
     timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
     waits = sum(
         any(word in event["name"] for word in WAITS)

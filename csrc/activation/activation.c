@@ -14,7 +14,7 @@
 
 enum { BLOCK = FSDPC_ACTIVATION_BLOCK };
 
-/* After 1.5 * 2^23 is added to a float, the low bits of the sum hold the integer nearest to it. */
+/* If 1.5 * 2^23 is added to a small float, the sum's low bits hold the integer nearest to that float. */
 #define ROUNDS 12582912.0f
 #define STEPS ((float)FSDPC_ACTIVATION_STEPS)
 
@@ -53,7 +53,7 @@ narrow(const float *values, int64_t n, uint16_t *out, fsdpc_dtype type)
 INLINE float
 largest(const float *values, int64_t n)
 {
-    int32_t most = 0; /* the bits of the largest magnitude; such bits sort like the floats */
+    int32_t most = 0; /* the largest magnitude, as bits: the bits of floats >= 0 sort like them */
     for (int64_t i = 0; i < n; i++) {
         const int32_t bits = (int32_t)(f32_bits(values[i]) & 0x7fffffffu);
         most = bits > most ? bits : most;

@@ -4,9 +4,9 @@
  * steps = round(x / scale * 126), halves to even; code = steps + sign(x). So a code has the sign of its
  * value, and only zero has the code 0: a backward that needs the sign (ReLU) gets the sign that was saved. A
  * code is unpacked to steps / 126 * scale. The codes 1 and -1 have 0 steps; they are unpacked to a quarter of
- * a step and minus a quarter of a step. The error of x is at most scale / 252 and one rounding; zero and the
- * block's largest magnitude have no error. If a value is not finite, its whole block becomes NaN, so that the
- * user notices. Local. The results have equal bits on every instruction set.
+ * a step and minus a quarter of a step. The error of x is at most scale / 252 plus one rounding error; zero
+ * and the block's largest magnitude have no error. If a value is not finite, its whole block becomes
+ * NaN, so that the user notices. Local. The results have equal bits on every instruction set.
  */
 #ifndef FSDPC_ACTIVATION_H
 #define FSDPC_ACTIVATION_H

@@ -11,7 +11,7 @@
 enum { FSDPC_AGREE_TEXT_BYTES = 4096, FSDPC_AGREE_DIGEST_BYTES = 64 * 1024 };
 
 typedef struct fsdpc_agree_record {
-    uint64_t digest; /* of the text's first FSDPC_AGREE_DIGEST_BYTES and its length */
+    uint64_t digest; /* of the text's length and its first FSDPC_AGREE_DIGEST_BYTES */
     uint64_t bytes;  /* length of the whole text */
     char text[FSDPC_AGREE_TEXT_BYTES]; /* the text's beginning, ended by a zero byte */
 } fsdpc_agree_record;

@@ -1,4 +1,4 @@
-/* The board: a page that shows other processes what this process waits for and did last in fsdpc.
+/* The board: a page that shows other processes what this process waits for, and what it did last in fsdpc.
  *
  * The page is the beginning of a memfd named "fsdpc-board"; another process of the same user finds the
  * descriptor in /proc/PID/fd. So a table of all ranks can be made even if a rank does not release the

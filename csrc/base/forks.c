@@ -177,7 +177,7 @@ done:
     return status;
 }
 
-/* Removes one range at `address`, the last listed: in tests, threads (ranks) list the same mapping. */
+/* Removes the range at `address` that was listed last. In tests, several threads (ranks) list one mapping. */
 void
 fsdpc_forks_remove(const void *address)
 {

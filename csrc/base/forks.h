@@ -23,11 +23,12 @@ typedef enum fsdpc_fork_kind fsdpc_fork_choice(const void *owner);
 /* Returns the number of forks between the first process that called this function and this process. A handle
  * that was made at another count belongs to a parent process. */
 int fsdpc_forks(void);
-/* Lists a range of whole pages; `choice` NULL means blank. FSDPC_E_NOMEM if the list cannot grow. */
+/* Adds a range of whole pages to the list; `choice` NULL means blank. Fails with FSDPC_E_NOMEM if the list
+ * cannot grow. */
 int fsdpc_forks_add(void *address, size_t bytes, fsdpc_fork_choice *choice, const void *owner);
 /* A choice that returns FSDPC_FORK_VALUES for every range. */
 enum fsdpc_fork_kind fsdpc_forks_values(const void *owner);
-/* Call this before the range is unmapped. A no-op for unlisted ranges, such as the parent's in a child. */
+/* Call this before the range is unmapped. A no-op for an unlisted range. A child's list begins empty. */
 void fsdpc_forks_remove(const void *address);
 /* Frees this process's copies for the last fork; children keep their copies. Called when a step begins. */
 void fsdpc_forks_forget(void);

@@ -12,18 +12,18 @@
 typedef struct fsdpc_trace fsdpc_trace;
 
 /* X(NAME, text) */
-#define FSDPC_TRACE_TABLE(X)                                                       \
-    X(STEP, "step")         /* a root forward began; bytes = number of forwards */ \
-    X(GATHER, "gather")     /* the unit's values became readable */                \
-    X(JOIN, "join")         /* the values were readable already */                 \
-    X(PREFETCH, "prefetch") /* gather begun before it is needed */                 \
-    X(RELEASE, "release")   /* last reference dropped */                           \
-    X(SPARE, "spare")       /* slot conflict: private memory was mapped */         \
-    X(PACK, "pack")         /* gradients packed into a reduce slot */              \
-    X(REDUCE, "reduce")     /* own slice summed into the shard gradient */         \
-    X(SEND, "send")         /* a send of bytes to other hosts begins */            \
-    X(ABSENT, "absent")     /* reduced without this rank's contribution */         \
-    X(WAIT, "wait")         /* waited for others; bytes = nanoseconds */           \
+#define FSDPC_TRACE_TABLE(X)                                                                     \
+    X(STEP, "step")         /* a root forward began; bytes = forwards since the last backward */ \
+    X(GATHER, "gather")     /* the unit's values became readable */                              \
+    X(JOIN, "join")         /* the values were readable already */                               \
+    X(PREFETCH, "prefetch") /* gather begun before it is needed */                               \
+    X(RELEASE, "release")   /* last reference dropped */                                         \
+    X(SPARE, "spare")       /* slot in use by another unit: private memory was mapped */         \
+    X(PACK, "pack")         /* gradients packed into a reduce slot */                            \
+    X(REDUCE, "reduce")     /* own slice summed into the shard gradient */                       \
+    X(SEND, "send")         /* a send of bytes to other hosts begins */                          \
+    X(ABSENT, "absent")     /* reduced without this rank's contribution */                       \
+    X(WAIT, "wait")         /* waited for others; bytes = nanoseconds */                         \
     X(BACKWARD_END, "backward_end")
 
 enum fsdpc_trace_op {

@@ -19,8 +19,8 @@
 enum { LANE_BYTES = 2048 };
 
 static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
-static uint32_t step_table[8][256]; /* [i][byte]: the byte's effect after i more bytes */
-static uint32_t lane_table[4][256]; /* [i][byte]: that of register byte i after LANE_BYTES */
+static uint32_t step_table[8][256]; /* [i][byte]: effect of the byte after i more bytes */
+static uint32_t lane_table[4][256]; /* [i][byte]: effect of register byte i after LANE_BYTES */
 
 /* Returns a * b modulo the polynomial. */
 static uint32_t

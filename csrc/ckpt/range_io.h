@@ -38,8 +38,9 @@ typedef struct fsdpc_write_result {
 
 enum { FSDPC_IO_PAGE = 4096, FSDPC_IO_CHUNK = 4 << 20 };
 
-/* Returns the number of digests of these ranges, or -1 if a range is not valid: if it has a negative number
- * or an unknown type, or needs a cast but does not have whole elements. */
+/* Returns the number of digests of these ranges, or -1 if block_bytes is not positive or a range is not
+ * valid. A valid range has known types and no negative numbers. If its two types differ, both must be floats
+ * and the range must have whole elements. */
 int64_t fsdpc_range_digests(const fsdpc_file_range *ranges, size_t count, int64_t block_bytes);
 
 /* Writes ranges, which are sorted by file_offset and do not overlap, into an existing regular file and

@@ -186,7 +186,7 @@ set_aside(writer *self, const unsigned char *from, int64_t bytes, int64_t offset
     self->edge_count++;
 }
 
-/* Leaves in the chunk only what the helpers write: the whole pages, or nothing if these are too few. */
+/* If not all of the chunk goes through the cache, leaves only the whole pages (nothing if these are few). */
 static void
 cut_edges(writer *self, io_chunk *chunk)
 {
@@ -232,7 +232,7 @@ submit(writer *self)
     return good;
 }
 
-/* Sets *to to the place for the bytes at `offset`, and *room to how many fit. Chunks end at page ends. */
+/* Sets *to to the address for the bytes at `offset`, and *room to how many fit. Chunks end at page ends. */
 static bool
 reserve(writer *self, int64_t offset, unsigned char **to, int64_t *room)
 {

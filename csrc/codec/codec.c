@@ -93,7 +93,7 @@ fsdpc_codec_block(fsdpc_codec codec, int64_t row, int64_t i)
 INLINE float
 largest(const float *values, int64_t n)
 {
-    int32_t most = 0; /* the bits of the largest magnitude; such bits sort like the floats */
+    int32_t most = 0; /* the largest magnitude, as bits: the bits of floats >= 0 sort like them */
     for (int64_t i = 0; i < n; i++) {
         const int32_t bits = (int32_t)(f32_bits(values[i]) & 0x7fffffffu);
         most = bits > most ? bits : most;
@@ -101,8 +101,8 @@ largest(const float *values, int64_t n)
     return f32_from_bits((uint32_t)most);
 }
 
-/* The two factors that multiply values so that the largest one becomes `top`. `lift` is above
- * 1 only for blocks of very small numbers, because the reciprocal of their scale would overflow. */
+/* A block's values are multiplied by both factors, so that their largest magnitude becomes `top`. `lift` is
+ * above 1 only for blocks of very small numbers, because the reciprocal of their scale would overflow. */
 struct factor {
     float lift, inverse;
 };
@@ -190,7 +190,7 @@ encode_part(const float *values, int64_t n, float lift, float scale, int32_t *le
     return part;
 }
 
-/* Uses torchao's order of operations, but gives parts of very small numbers scales below 2^-6. */
+/* Uses torchao's order of operations, but a part whose numbers are all very small gets a scale below 2^-6. */
 INLINE void
 encode_nvfp4(const float *values, int64_t n, uint8_t *codes, uint8_t *scale)
 {
@@ -380,7 +380,7 @@ loops_of(const fsdpc_kernels *kernels)
 
 /* --- rows -------------------------------------------------------------------------------------- */
 
-/* This function and those below process at most STRETCH elements of a row, from the begin of a block. */
+/* This function and those below process at most STRETCH elements of a row. The first one begins a block. */
 static int
 encode_wide(fsdpc_codec codec, const fsdpc_kernels *kernels, const float *wide, int64_t n,
             uint8_t *codes, uint8_t *scales)

@@ -9,8 +9,8 @@
  *   float8_e4m3   256    float32, the largest magnitude   OCP E4M3 of x / largest * 448
  *   float8_e5m2   256    float32, the largest magnitude   E5M2 of x / largest * 57344
  *   mxfp8         32     E8M0, 2^(floor(log2(largest)) - 8)   OCP E4M3 of x / scale, at most 448
- *   nvfp4         512    s: float32, largest / 2688; and for each 16   E2M1 of x / (s * part), at most 6
- *                        elements part: E4M3 of (their largest / 6 / s)
+ *   nvfp4         512    s (float32): largest / 2688      E2M1 of x / (s * part), at most 6
+ *                        part (E4M3), one for each 16 elements: their largest magnitude / 6 / s
  *   nf4           64     float32, the largest magnitude   the nearest of the 16 levels of QLoRA (arXiv 2305.14314)
  *   int4          128    float32, the largest magnitude   8 + x / largest * 7, an integer from 1 to 15
  *   int4_stochastic  the block, scale and code of int4, rounded stochastically: the error is 0 on average
@@ -39,7 +39,7 @@ const char *fsdpc_codec_name(fsdpc_codec codec);
 size_t fsdpc_codec_bytes(fsdpc_codec codec, int64_t rows, int64_t row);
 /* Returns the offset of the scales in the memory of coded rows. */
 size_t fsdpc_codec_scales(fsdpc_codec codec, int64_t rows, int64_t row);
-/* Returns the smallest index >= i of an element of a matrix at which a block begins. */
+/* Returns the index of the first element, from element i of a matrix on, that begins a block. */
 int64_t fsdpc_codec_block(fsdpc_codec codec, int64_t row, int64_t i);
 
 /* The three functions below take a codec and contiguous rows of `row` elements of a floating-point

@@ -1,4 +1,4 @@
-/* The functions of comm.h: they check arguments, keep the first failure and handle optional entries. */
+/* The functions of comm.h: they check arguments, keep the first failure and handle a table's NULL entries. */
 #include "comm/comm.h"
 
 #include <stdio.h>
@@ -156,7 +156,7 @@ done:
     return status;
 }
 
-/* Fails while a collective runs: a second one, from a thread or callback, would mix the bytes of both. */
+/* Fails while another collective runs, because a call from a thread or callback would mix both's bytes. */
 int
 fsdpc_comm_enter(fsdpc_comm *comm, const char *what)
 {

@@ -2,12 +2,14 @@
  *
  * Kinds: "self" (one rank), "shm" (ranks of one host), "c10d" (callbacks into another library, in practice
  * torch.distributed), "nccl" (GPUs; comm_nccl.h). All collectives but all-to-all work in place. A
- * collective blocks until it is done, or is enqueued on an asynchronous device. All ranks of the group
- * must call collectives in the same order. A collective ends by the deadline at the latest (for "c10d",
- * the deadline of its library). After a failure the communicator is broken: later calls return the first
- * error at once. "shm", "self", and "c10d" if its library sends in the background (flight.h), sum in rank
- * order in F32 (F64 for F64), so that two runs agree to the bit. "nccl" and other "c10d" communicators sum as
- * their library does.
+ * collective either blocks until it is done, or only enqueues work on an asynchronous device. All ranks of
+ * the group must call collectives in the same order. A collective ends by the deadline at the latest (for
+ * "c10d", the deadline of its library). After a failure the communicator is broken: later calls return the
+ * first error at once.
+ *
+ * "shm" and "self" sum in rank order in F32 (F64 for F64), so that two runs agree to the bit. "c10d" does the
+ * same if its library sends in the background (flight.h). "nccl" and other "c10d" communicators sum as their
+ * library does.
  */
 #ifndef FSDPC_COMM_H
 #define FSDPC_COMM_H
@@ -93,8 +95,8 @@ int fsdpc_comm_await(fsdpc_comm *comm, fsdpc_event *reached, int (*check)(const 
 typedef struct fsdpc_comm_caps {
     bool one_memory;      /* the ranks share a segment: see fsdpc_comm_segment */
     bool names_absentees; /* agree and barrier name the ranks that did not come by the deadline */
-    /* Sums of low precision types are rounded after each rank's addend, unless fsdpc_comm_is_symmetric
-     * returns true. False for "c10d", although its backend may round in this way. */
+    /* True: sums of low precision types are rounded after each rank's addend, unless
+     * fsdpc_comm_is_symmetric returns true. "c10d" has false, but its backend may round in this way. */
     bool rounds_sums;
 } fsdpc_comm_caps;
 const fsdpc_comm_caps *fsdpc_comm_get_caps(const fsdpc_comm *comm);
@@ -114,7 +116,8 @@ fsdpc_comm *fsdpc_comm_for_reductions(fsdpc_comm *comm);
  * if memory is short, and with FSDPC_E_STATE if the communicator has a text already. Local. */
 int fsdpc_comm_set_numbers(fsdpc_comm *comm, const char *text);
 const char *fsdpc_comm_numbers(const fsdpc_comm *comm); /* the text above, or "" if none is set */
-/* Prepends fsdpc_comm_numbers to this thread's error, once, if the error names a rank. Returns `status`. */
+/* If this thread's error names a rank and does not yet contain fsdpc_comm_numbers, prepends them. Returns
+ * `status`. */
 int fsdpc_comm_say_numbers(const fsdpc_comm *comm, int status);
 /* Returns the shared segment of an "shm" communicator, NULL for other kinds. */
 fsdpc_shm *fsdpc_comm_segment(const fsdpc_comm *comm);
@@ -137,7 +140,7 @@ int fsdpc_comm_ranks_per_host(const fsdpc_comm *comm);
 /* `what` (e.g. "gather of unit layers.3") goes into error texts and is borrowed for the call. all_gather:
  * rank r passes its piece at buffer + r * piece_bytes, and afterwards has the pieces of all ranks.
  * reduce_scatter: each rank passes `world` pieces; afterwards piece `rank` holds the sum over the ranks,
- * and the other pieces are unspecified. Low precision types are summed in F32 and rounded once ("shm"). */
+ * and the other pieces are unspecified. Kinds that sum low precision types in F32 round once. */
 int fsdpc_comm_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
 int fsdpc_comm_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel,
                               fsdpc_dtype dtype, const char *what);

@@ -65,7 +65,7 @@ call(fsdpc_comm *comm, const fsdpc_comm_part *part, bool scatter, const char *wh
                : comm->ops->all_gather(comm, part->buffer, bytes_of(part), what);
 }
 
-/* A gather copies only this rank's pieces to the bundle, a reduction only this rank's pieces from it. */
+/* A gather copies only this rank's pieces to the bundle. A reduction copies only this rank's pieces back. */
 static int
 call_together(fsdpc_comm *comm, char *bundle, const fsdpc_comm_part *parts, int count, size_t piece,
               bool scatter, const char *what)

@@ -13,7 +13,7 @@
 enum {
     DATA_TAG = 1 << 30, /* above the small tags of a program's own sends */
     KEY_TAG = DATA_TAG + FSDPC_FLIGHT_KEYS,
-    MARKS_TAG = DATA_TAG - 1, /* of marks of flights without a key; these marks match in order */
+    MARKS_TAG = DATA_TAG - 1, /* of marks of flights without a key; these match in posting order */
 };
 
 static const fsdpc_mark begun = {.words = {1}}; /* the mark of flights with a key */
@@ -120,7 +120,7 @@ marks_agree(const fsdpc_flight *flight)
 
 /* --- the flight ---------------------------------------------------------------------------------- */
 
-/* Posts the mark after the data, so that a rank's data has arrived once its mark has arrived. */
+/* Posts the mark after the data, so that a rank's data is here when its mark is here. */
 static int
 take_off_by_key(fsdpc_flight *flight, const fsdpc_load *load, uint32_t key, const char *what)
 {
@@ -255,8 +255,8 @@ fsdpc_flight_is_here(const fsdpc_flight *flight)
     return true;
 }
 
-/* Receives data only from ranks whose mark equals this rank's mark. Even if
- * other marks differ, this data must be received, or else the library could not receive later messages. */
+/* Receives data from the ranks whose mark equals this rank's mark, and from no others. Their data must be
+ * received even if other ranks' marks differ, or else the library could not receive later messages. */
 static int
 land_data(fsdpc_flight *flight, const char *what)
 {

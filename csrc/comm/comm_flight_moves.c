@@ -58,7 +58,7 @@ place_of(const struct lister *l, int part, int peer, bool send)
     return (char *)p->buffer + piece_bytes(p) * (size_t)(own ? l->comm->rank : peer);
 }
 
-/* True if `from` sends a piece to `to`. In a gather this is the piece of `from`, else that of `to`. */
+/* True if `from` sends a piece to `to`: its own piece in a gather, the piece of `to` in a reduction. */
 static bool
 sends(const struct lister *l, int from, int to)
 {

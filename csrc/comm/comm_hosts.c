@@ -81,7 +81,7 @@ fsdpc_comm_say_turn(const fsdpc_comm *comm, const fsdpc_mark *mark)
     }
 }
 
-/* True if the rank of `turns` published a mark other than `mark` for `flight`. It writes `said` afterwards.
+/* True if the rank of `turns` published a mark other than `mark` for `flight`. A rank writes `said` last.
  * `said` is read again at the end: a rank FSDPC_HOSTS_TURNS flights ahead may have overwritten the mark. */
 static bool
 says_other(const struct fsdpc_turns *turns, uint64_t flight, const fsdpc_mark *mark)

@@ -6,7 +6,7 @@
 #include "comm/comm_impl.h"
 #include "comm/hosts.h"
 
-/* Numbers the hosts in the order of their first ranks, and gives this host's ranks their positions on it. */
+/* Numbers the hosts in the order of their first ranks. Lists this host's ranks, and sets local_rank. */
 static void
 number_hosts(const fsdpc_comm *comm, const int *names, fsdpc_hosts *hosts)
 {
@@ -26,8 +26,8 @@ number_hosts(const fsdpc_comm *comm, const int *names, fsdpc_hosts *hosts)
     }
 }
 
-/* The carrier of a host's n-th rank is the n-th rank of the other host, where n is taken modulo
- * the number of ranks of that other host. `scratch` has three zeros per rank. */
+/* Rank number n of a host is carried, on another host with m ranks, by that host's rank number n modulo m.
+ * `scratch` has three zeros per rank. */
 static void
 choose_carriers(const fsdpc_comm *comm, fsdpc_hosts *hosts, int *scratch)
 {

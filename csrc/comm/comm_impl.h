@@ -72,9 +72,9 @@ struct fsdpc_comm {
     uint32_t keys;     /* the latest key of fsdpc_comm_next_keys: equal on all ranks */
     uint64_t flights;  /* how many flights began without a key: equal on all ranks */
     double timeout_s;  /* deadline of waits in seconds; 0: fsdpc_timeout() */
-    bool lost;         /* the result of fsdpc_comm_has_lost */
+    bool lost;         /* the result of fsdpc_comm_has_lost (flight.h) */
     _Atomic bool busy; /* a collective is in progress */
-    _Atomic int state; /* FSDPC_COMM_SOUND ...; once BROKEN, the two fields below may be read */
+    _Atomic int state; /* FSDPC_COMM_SOUND ...; if it is BROKEN, the two fields below may be read */
     int failed_status;
     char failed_text[FSDPC_COMM_TEXT_BYTES];
 };
@@ -99,8 +99,9 @@ void fsdpc_comm_extreme(void *dst, const void *const *src, int count, fsdpc_dtyp
 
 /* --- comm_flight_now.c ----------------------------------------------------------------------------
  *
- * A flying kind's own all_gather, reduce_scatter and sum: flights that land at once. FSDPC_E_MISMATCH if
- * another rank makes another collective, or one of another size. */
+ * The all_gather, reduce_scatter and sum of a kind whose flights go on in the background: flights that land
+ * immediately. They fail with FSDPC_E_MISMATCH if another rank calls another collective, or passes another
+ * size. */
 
 /* Begins and lands a flight that gathers one part or, with `landing`, reduces it. The caller has called
  * fsdpc_comm_enter, and calls fsdpc_comm_leave afterwards. */

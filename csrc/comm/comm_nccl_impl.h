@@ -76,7 +76,7 @@ typedef struct nccl_comm {
 
     /* Held by the one thread that calls NCCL. */
     pthread_mutex_t calls;
-    fsdpc_nccl_comm handle; /* NULL once aborted or destroyed; guarded by `calls` */
+    fsdpc_nccl_comm handle; /* NULL after it was aborted or destroyed; guarded by `calls` */
     fsdpc_nccl_comm made;   /* NCCL may write here even after a start that was given up */
     enum fsdpc_nccl_way way;
     bool shares; /* the windows are symmetric memory */
@@ -86,7 +86,7 @@ typedef struct nccl_comm {
     char *pinned;
     fsdpc_cu_stream staging;
     bool has_graphs; /* a CUDA graph may contain collectives of this communicator */
-    bool on_board;   /* the thread shows a wait on the board (board.h) */
+    bool on_board;   /* the watching thread shows a wait on the board (board.h) */
 
     /* Guards the fields below. It is never held while NCCL is called. */
     pthread_mutex_t lock;
@@ -162,21 +162,21 @@ void fsdpc_nccl_delist_all(nccl_comm *comm);
 int fsdpc_nccl_try_registration(nccl_comm *comm);
 
 /* comm_nccl_ring.c */
-/* Adds the collective that has just been enqueued to the ring. */
+/* Adds to the ring the collective that has just been enqueued. */
 int fsdpc_nccl_watch_add(nccl_comm *comm, fsdpc_cu_stream stream, const char *what, size_t bytes);
 /* Describes the oldest collective in flight, for error texts. */
 void fsdpc_nccl_oldest(nccl_comm *comm, char text[FSDPC_NCCL_OLDEST_BYTES]);
 /* Removes completed collectives. FSDPC_CU_SUCCESS: none is in flight. FSDPC_CU_NOT_READY: the
- * oldest one has been in flight for *waited seconds. Any other result is an error of the device. */
+ * oldest one has been the oldest for *waited seconds. Any other result is an error of the device. */
 fsdpc_cu_result fsdpc_nccl_sweep(nccl_comm *comm, double *waited);
 
 /* comm_nccl_watch.c */
 int fsdpc_nccl_watch_start(nccl_comm *comm);
-/* Gives collectives in flight a few seconds to end, then ends the thread and NCCL's communicator;
- * `comm` stays and refuses collectives. */
+/* Gives collectives in flight a few seconds to end, then ends the watching thread and NCCL's communicator.
+ * `comm` is not freed, but refuses collectives. */
 void fsdpc_nccl_close(nccl_comm *comm);
-/* Ends the thread and NCCL's communicator, and frees `comm`. If NCCL does
- * not return in time, the thread frees `comm` once NCCL has returned. */
+/* Ends the watching thread and NCCL's communicator, and frees `comm`. If NCCL does not return in time, the
+ * thread frees `comm` when NCCL has returned. */
 void fsdpc_nccl_end(nccl_comm *comm);
 
 #endif

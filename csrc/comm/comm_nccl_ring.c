@@ -1,4 +1,4 @@
-/* The ring of an NCCL communicator's collectives in flight, each with an event that is recorded behind the
+/* The ring of an NCCL communicator's collectives in flight, each with an event that is recorded after the
  * collective. */
 #include <stdio.h>
 
@@ -12,7 +12,7 @@ entry_of(nccl_comm *comm, uint64_t sequence)
     return &comm->ring[sequence % FSDPC_NCCL_RING];
 }
 
-/* Removes entries whose event is reached, up to the first other one. The watching thread reports failures. */
+/* Removes the oldest entries, up to one whose event is not reached. The watching thread reports failures. */
 static fsdpc_cu_result
 sweep_locked(nccl_comm *comm)
 {

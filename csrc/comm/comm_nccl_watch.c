@@ -23,7 +23,7 @@
 #define BOARD_S 0.2
 
 enum {
-    STACK_BYTES = 4 * 1024 * 1024, /* the thread's stack: NCCL and the driver free memory on it */
+    STACK_BYTES = 4 * 1024 * 1024, /* the thread's stack: NCCL and the driver clean up in it */
     END_MS = 1000,
     PEACE_MS = 10000,
     QUIET_S = 2,
@@ -133,7 +133,7 @@ end_nccl(nccl_comm *comm)
     bool sound = fsdpc_comm_check(&comm->base) == FSDPC_OK;
     if (handle && sound && idle) {
         if (!comm->has_graphs) {
-            fsdpc_nccl_delist_all(comm); /* with graphs, these still use the registered memory */
+            fsdpc_nccl_delist_all(comm); /* graphs would still use the registered memory */
         }
         const bool ended = ended_in_peace(comm);
         stays = !ended && comm->has_graphs; /* an abort would wait for the graphs as well */

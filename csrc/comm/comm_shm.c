@@ -17,7 +17,7 @@
 #include "base/status.h"
 
 enum {
-    STAGE_BYTES = 512 * 1024, /* of one half of a rank's stage: small enough to stay in a cache */
+    STAGE_BYTES = 512 * 1024, /* size of half a rank's stage: small enough to stay in a cache */
     TILE_NUMEL = 64 * 1024,   /* elements of a tile: 16-bit types are summed in F32, tile by tile */
     /* Above this size, an all_reduce among more than two ranks splits the
      * work among the ranks; up to this size, every rank does all the work. */
@@ -35,7 +35,7 @@ enum shm_call_op {
 };
 
 /* What a rank calls. Every round compares all ranks' calls. Ranks that call different collectives, or one
- * collective for different reasons (barriers of a save and of a load), get an error, not others' bytes. */
+ * collective for different reasons (barriers of a save and of a load), get an error, not wrong bytes. */
 typedef struct shm_call {
     uint16_t op;
     uint16_t dtype;
@@ -128,7 +128,7 @@ check_calls(const shm_group *self, int half, const char *what)
     return FSDPC_OK;
 }
 
-/* Returns a hash of the first two words of `what`. The rest, such as a path, may differ on ranks. */
+/* Returns a hash of the first two words of `what`. The rest, such as a path, may differ between ranks. */
 static uint64_t
 reason_of(const char *what)
 {
@@ -237,7 +237,7 @@ all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
     return FSDPC_OK;
 }
 
-/* Copies bytes [at, at + n) of each other rank's piece into this rank's stage, in a slot for each piece. */
+/* Copies bytes [at, at + n) of the other ranks' pieces into this rank's stage: piece i to i * slot_bytes. */
 static void
 stage_pieces(shm_group *self, const char *all, size_t piece_bytes, size_t at, size_t n,
              size_t slot_bytes)
@@ -381,7 +381,7 @@ agree(fsdpc_comm *comm, const char *text, const char *what)
     const int agreed = fsdpc_shm_agree(self->shm, text, &wait);
     int status = explain(self, half, agreed, what);
     if (status != agreed) {
-        fsdpc_comm_break(comm, status, fsdpc_error_text()); /* some ranks find no mismatch */
+        fsdpc_comm_break(comm, status, fsdpc_error_text()); /* some ranks may find no mismatch */
         return status;
     }
     if (status == FSDPC_OK || status == FSDPC_E_MISMATCH) {

@@ -18,12 +18,12 @@ typedef struct fsdpc_flight fsdpc_flight;
 
 typedef struct fsdpc_mark {
     int32_t words[2];
-    int32_t without_data; /* 1: this rank sends no data, as it knows that another rank differs */
+    int32_t without_data; /* 1: this rank sends no data: another rank's mark is known to differ */
     uint32_t note[2];     /* for the caller: marks that differ only in `note` count as equal */
 } fsdpc_mark;
 
-/* First words of the marks of collectives that a kind makes of flights (comm_flight_now.c). The first word
- * of any other mark is at least FSDPC_NOW_END. */
+/* For the blocking collectives that are made of flights (comm_flight_now.c): the first word of their marks.
+ * The first word of any other mark is at least FSDPC_NOW_END. */
 enum fsdpc_now { FSDPC_NOW_GATHER = INT32_MIN, FSDPC_NOW_SCATTER, FSDPC_NOW_SUM, FSDPC_NOW_END };
 
 /* Where pieces are received: rank r's piece of parts[i] goes to base + stride * n + offsets[i]. Here n is r,

@@ -122,7 +122,7 @@ fail:
     if (library) {
         dlclose(library);
     }
-forget: /* a driver that was started once may have threads, so its library stays loaded */
+forget: /* a driver that was started may have threads, so its library stays loaded */
     memset(driver, 0, sizeof *driver);
     return status;
 }

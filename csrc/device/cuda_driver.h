@@ -1,4 +1,5 @@
-/* Declarations of the CUDA driver's functions that we call, without CUDA's headers; found at run time.
+/* Declarations of the CUDA driver's functions that we call, without CUDA's headers. The functions are
+ * found at run time.
  *
  * Nothing of CUDA is needed to build, link or import. The library is opened and initialised by the
  * first fsdpc_cuda_driver_get(), never earlier, so that a process can fork as long as it has not touched a

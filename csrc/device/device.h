@@ -1,6 +1,6 @@
 /* The interface of a device: its memory, its streams, and the kernels of kernels.h on it.
  *
- * The `cpu` device runs all work at once, on the calling thread and its helper threads. A device with
+ * The `cpu` device runs all work immediately, on the calling thread and its helper threads. A device with
  * streams (a GPU) enqueues work. Callers see one interface. In the implementer's table (device_impl.h),
  * entries that are marked (optional) may be NULL; the table says what happens if they are.
  */
@@ -26,7 +26,7 @@ enum fsdpc_memory_kind { FSDPC_ON_DEVICE, FSDPC_ON_HOST };
 typedef struct fsdpc_device_caps {
     bool asynchronous;   /* work is queued on streams */
     bool host_memory;    /* the CPU can read and write the device's memory */
-    bool virtual_memory; /* addresses can be reserved, and memory mapped behind them */
+    bool virtual_memory; /* addresses can be reserved, and memory can be mapped at them */
     /* A GPU with a simulated driver: its memory is host memory, and tensors in it are CPU tensors. */
     bool stand_in;
     int ordinal;        /* the GPU's number among this process's GPUs, -1 for the CPU */
@@ -48,8 +48,9 @@ const char *fsdpc_device_name(const fsdpc_device *device);         /* "cpu" */
 const char *fsdpc_device_kernels_name(const fsdpc_device *device); /* "avx512" */
 const fsdpc_device_caps *fsdpc_device_get_caps(const fsdpc_device *device);
 
-/* Allocates a zeroed block, aligned to caps.align_bytes or more (CPU: to 4096 bytes; from 2 MiB on to 2
- * MiB, with huge pages if possible). 0 bytes give NULL. Fails with FSDPC_E_NOMEM or FSDPC_E_DEVMEM. */
+/* Allocates a zeroed block, aligned to caps.align_bytes or more. (On the CPU, blocks of 2 MiB or more are
+ * aligned to 2 MiB and have huge pages if possible; smaller blocks are aligned to 4096 bytes.) 0 bytes give
+ * NULL. Fails with FSDPC_E_NOMEM or FSDPC_E_DEVMEM. */
 int fsdpc_device_alloc(fsdpc_device *device, size_t bytes, void **out);
 /* Frees a block. `bytes` is as given to alloc; `block` may be NULL. The host waits for
  * this thread's current stream, the default stream and the device's own streams. */
@@ -64,9 +65,9 @@ typedef struct fsdpc_allocator {
     /* Allocates a block of undefined contents, aligned to caps.align_bytes or more, for use on
      * `stream`. Other streams first wait for `stream` by events. Returns a status; a failure sets a text. */
     int (*alloc)(void *context, size_t bytes, fsdpc_stream *stream, void **out);
-    void (*free)(void *context, void *block); /* called once no work uses the block any more */
+    void (*free)(void *context, void *block); /* called when no work uses the block any more */
     void (*trim)(void *context);              /* (optional) returns unused memory to the driver */
-    /* (optional) Called once, when another allocator has been set and all blocks have been freed. */
+    /* (optional) Called once, when another allocator has been set and all its blocks have been freed. */
     void (*release)(void *context);
 } fsdpc_allocator;
 /* Sets the allocator of later fsdpc_device_alloc calls; NULL selects the device's own memory. A block is
@@ -116,7 +117,7 @@ void fsdpc_device_stream_free(fsdpc_device *device, fsdpc_stream *stream);
 fsdpc_stream *fsdpc_device_use(fsdpc_device *device, fsdpc_stream *stream);
 fsdpc_stream *fsdpc_device_current(fsdpc_device *device);
 
-/* Takes an event from the device's pool; no driver call is made once the pool is filled.
+/* Takes an event from the device's pool. The driver is called only if the pool is empty.
  * An event may be recorded again or freed as soon as the waits for it have been queued. */
 int fsdpc_device_event_new(fsdpc_device *device, fsdpc_event **out);
 void fsdpc_device_event_free(fsdpc_device *device, fsdpc_event *event);
@@ -124,7 +125,7 @@ void fsdpc_device_event_free(fsdpc_device *device, fsdpc_event *event);
  * else to 0. During a capture the host must not poll or wait, and events that were recorded
  * outside of the capture have no effect: the caller must order the launch of the graph. */
 int fsdpc_device_capture(fsdpc_device *device, uint64_t *id);
-/* Records the event behind all work that has been queued on the current stream so far. */
+/* Records the event after all work that has been queued on the current stream so far. */
 int fsdpc_device_record(fsdpc_device *device, fsdpc_event *event);
 /* Later work on the current stream waits for the event; the host does not. */
 int fsdpc_device_wait(fsdpc_device *device, fsdpc_event *event);
@@ -151,7 +152,7 @@ int fsdpc_device_copy(fsdpc_device *device, void *dst, const void *src, size_t b
 
 /* --- addresses and pieces of memory (device_memory.c) -----------------------------------------------
  *
- * What an arena (arena.h) is made of: an address is reserved once, and pieces of memory are mapped behind it
+ * What an arena (arena.h) is made of: an address is reserved once, and pieces of memory are mapped at it
  * ("shown"); one piece may be mapped at several addresses. Only for devices without host memory; others
  * return FSDPC_E_UNAVAILABLE. Only at set-up: in hide the host waits for this thread's current stream, the
  * default stream and the device's own streams.
@@ -182,7 +183,8 @@ typedef struct fsdpc_pack_target {
     size_t offset; /* in bytes; a multiple of the element's size */
     fsdpc_dtype dtype;
 } fsdpc_pack_target;
-/* A tensor to pack. data NULL: zeros are written. strides NULL: it is contiguous, and shape is not read. */
+/* A tensor to pack. data NULL: zeros are written. strides NULL: the tensor is contiguous, and shape is not
+ * read. */
 typedef struct fsdpc_pack_source {
     const void *data;
     fsdpc_dtype dtype;
@@ -192,15 +194,17 @@ typedef struct fsdpc_pack_source {
 } fsdpc_pack_source;
 typedef struct fsdpc_pack_plan fsdpc_pack_plan;
 
-/* The place of a target's elements in a second buffer, the base: F32 or F64, aligned to their size. */
+/* The place of a target's elements in a second buffer, the base. The dtype is F32 or F64. The offset, in
+ * bytes, is a multiple of the element's size. */
 typedef struct fsdpc_pack_base {
     size_t offset;
     fsdpc_dtype dtype;
 } fsdpc_pack_base;
 
-/* Makes a plan to pack tensors into a buffer of `bytes` bytes, once for a unit. Targets have rising offsets
- * and do not overlap. Each has a base (`bases` NULL: no source is ever added). Gaps between targets become
- * zeros, or stay unchanged with keep_gaps. Fails with FSDPC_E_INVAL, FSDPC_E_NOMEM or FSDPC_E_DEVMEM. */
+/* Makes a plan to pack tensors into a buffer of `bytes` bytes. Each plan of a unit is made once. Targets have
+ * rising offsets and do not overlap. Each target has a base (`bases` NULL: no source is ever added). Gaps
+ * between targets become zeros, or stay unchanged with keep_gaps. Fails with FSDPC_E_INVAL, FSDPC_E_NOMEM or
+ * FSDPC_E_DEVMEM. */
 int fsdpc_device_pack_plan(fsdpc_device *device, const fsdpc_pack_target *targets,
                            const fsdpc_pack_base *bases, int count, size_t bytes, bool keep_gaps,
                            fsdpc_pack_plan **out);
@@ -257,8 +261,8 @@ typedef struct fsdpc_steps {
 } fsdpc_steps;
 enum { FSDPC_STEP_SCRATCH = 256 };
 /* Steps all tensors: one launch per 32 tensors fills their entries in `scratch`, and one launch steps
- * all elements (two if tensors of float64 and of other types are mixed). A tensor without elements
- * only counts the step. Fails with FSDPC_E_INVAL if memory is not aligned to its type. */
+ * all elements (two if tensors of float64 and of other types are mixed). For a tensor without
+ * elements only its step number rises. Fails with FSDPC_E_INVAL if memory is not aligned to its type. */
 int fsdpc_device_step(fsdpc_device *device, const fsdpc_steps *steps);
 /* Convert n elements of F32, BF16 or F16 to codes, with one scale per FSDPC_STEP_BLOCK elements, and back. */
 int fsdpc_device_pack8(fsdpc_device *device, const void *values, fsdpc_dtype type, int64_t n,

@@ -23,7 +23,7 @@ enum {
     PAGE_BYTES = 4096,
     HUGE_BYTES = 2 << 20,
     CACHE_LINE_BYTES = 64,
-    PART_BYTES = 256 << 10, /* of a part, at least: less is not worth waking a thread */
+    PART_BYTES = 256 << 10, /* the least bytes of a part: less is not worth waking a thread */
     PART_ITEMS = 1024,      /* parts start at multiples of this, so never inside a cache line */
     PARTS_PER_THREAD = 4,   /* so that a thread that is preempted delays the loop less */
     NORM_PARTS = 256,

@@ -47,11 +47,11 @@ struct fsdpc_cuda {
     _Atomic int64_t waits; /* how often the host has waited */
 
     pthread_mutex_t norm_lock; /* guards the memory below, which one norm at a time uses */
-    void *norm_parts;          /* device memory; the total lies behind the parts */
+    void *norm_parts;          /* device memory: the parts, then the total */
     void *norm_host;           /* pinned */
 };
 
-/* FSDPC_TRY for a call of the driver. The text behind the call names the call's purpose. */
+/* FSDPC_TRY for a call of the driver. The text after the call names the call's purpose. */
 #define FSDPC_CU(cuda, call, ...) \
     FSDPC_TRY(fsdpc_cuda_check((cuda)->driver, (cuda)->driver->call, __VA_ARGS__))
 
@@ -84,15 +84,17 @@ int fsdpc_cuda_poll(void *context, fsdpc_event *event, bool *done);
 int fsdpc_cuda_finish(void *context, fsdpc_event *event, double timeout, const char *what);
 int64_t fsdpc_cuda_waits(void *context);
 int fsdpc_cuda_free_bytes(void *context, size_t *free_bytes, size_t *total);
-/* Waits on the host for all work queued on the current stream, in set-up and when the host needs results. */
+/* Waits on the host for all work queued on the current stream. Called when device memory is allocated or a
+ * pack plan is made. */
 int fsdpc_cuda_sync(struct fsdpc_cuda *cuda, const char *what);
-/* Waits like fsdpc_cuda_sync, for the current, default and all own streams, before memory is freed. */
+/* Waits like fsdpc_cuda_sync, for the current stream, the default stream and all streams that the device
+ * made. Called before memory is freed or unmapped. */
 int fsdpc_cuda_sync_all(struct fsdpc_cuda *cuda, const char *what);
 void fsdpc_cuda_drop_streams(struct fsdpc_cuda *cuda);
 
 /* device_cuda_memory.c */
 
-/* Finds out whether memory can be mapped behind addresses, and with which types of handles. */
+/* Finds out whether memory can be mapped at reserved addresses, and with which types of handles. */
 int fsdpc_cuda_memory_init(struct fsdpc_cuda *cuda);
 int fsdpc_cuda_alloc(void *context, size_t bytes, void **out);
 void fsdpc_cuda_free(void *context, void *block, size_t bytes);

@@ -14,14 +14,14 @@
 #include "device/cuda_image.h"
 
 enum {
-    THREAD_ITEMS = 8, /* elements of a thread, unless a launch would need too many blocks */
-    WAVES = 2,        /* a launch has at most WAVES times as many blocks as the GPU holds */
+    THREAD_ITEMS = 8, /* elements per thread; more if a launch would need too many blocks */
+    WAVES = 2,        /* a launch has at most WAVES times as many blocks as the GPU runs at once */
 };
 
 /* --- loading -------------------------------------------------------------------------------------- */
 
 /* FSDPC_CUDA_IMAGE names a file to use in place of the image in the extension, such as an image for other
- * GPUs or older drivers. The file stays mapped, as the driver may read it while the image is loaded. */
+ * GPUs or older drivers. The file stays mapped, because the driver may read it until it unloads the image. */
 static int
 image_from_file(const char *file, const void **image)
 {
@@ -167,7 +167,7 @@ fsdpc_cuda_cast_any(void *context, void *dst, fsdpc_dtype dst_type, const void *
 
 /* --- lists of spans ------------------------------------------------------------------------------- */
 
-/* Fills a span, which `blocks` blocks of threads process, after the *total blocks of earlier spans. */
+/* Fills in a span that `blocks` blocks of threads process. *total blocks belong to the spans before it. */
 static int
 add_span(fsdpc_cuda_span *span, const fsdpc_stretch *from, int64_t blocks, int64_t *total)
 {

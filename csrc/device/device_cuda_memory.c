@@ -1,4 +1,4 @@
-/* Memory of the CUDA device. Large blocks are physical memory mapped behind reserved addresses, so that
+/* Memory of the CUDA device. Large blocks are physical memory mapped at reserved addresses, so that
  * collectives can register them. Small blocks, and all blocks without virtual memory, are plain allocations.
  */
 #include "device/device_cuda_impl.h"
@@ -107,7 +107,7 @@ shows_twice(const struct fsdpc_cuda *cuda)
     return works;
 }
 
-/* Tries a mapping: on MIG instances and in sandboxes, the attributes promise more than works. */
+/* Tries a mapping: on MIG instances and in sandboxes, mappings may fail although attributes allow them. */
 static bool
 maps(struct fsdpc_cuda *cuda, int handle_types, unsigned char rdma_capable)
 {
@@ -118,7 +118,7 @@ maps(struct fsdpc_cuda *cuda, int handle_types, unsigned char rdma_capable)
            cuda->granule > 0 && shows_twice(cuda);
 }
 
-/* First tries shareable handles and RDMA, which collectives need to register memory; then without them. */
+/* First tries with shareable handles and RDMA, which collectives need to register memory; then without. */
 static bool
 try_virtual_memory(struct fsdpc_cuda *cuda)
 {

@@ -3,7 +3,7 @@
  * The destinations of the tensors are constant: a plan keeps them in device memory. The sources are
  * parameters of the launch. A list of sources that is too long for a launch, or that has strides,
  * goes through a stage: pinned memory that the same stream copies to device memory. A stage is
- * reused when the event behind its launch is done; the host never waits for a stage. The stage of a
+ * reused when the event after its launch is done; the host never waits for a stage. The stage of a
  * captured launch is not reused, because the graph copies the stage again each time it runs.
  */
 #include "device/device_cuda_impl.h"
@@ -18,7 +18,7 @@ struct fsdpc_cuda_stage {
     struct fsdpc_cuda_stage *next;
     size_t bytes;
     char *host, *device;
-    fsdpc_event *read; /* recorded behind the launch that reads the stage */
+    fsdpc_event *read; /* recorded after the launch that reads the stage */
     bool taken;
 };
 
@@ -120,7 +120,7 @@ launch_pack(struct fsdpc_cuda *cuda, const fsdpc_cuda_pack_params *params)
                              params->tiles, params);
 }
 
-/* Takes a stage in relaxed mode, because otherwise queries and allocations would fail during captures. */
+/* Takes a stage in relaxed capture mode: in other modes, queries and allocations fail during captures. */
 static int
 take_stage(struct fsdpc_cuda *cuda, size_t bytes, struct fsdpc_cuda_stage **out)
 {

@@ -1,4 +1,4 @@
-/* Addresses of the CUDA device and the pieces of memory behind them; see device.h. */
+/* Addresses of the CUDA device and the pieces of memory that are mapped at them; see device.h. */
 #include "device/device_cuda_impl.h"
 
 #include <stdatomic.h>
@@ -12,7 +12,7 @@ struct fsdpc_piece {
     void *block;              /* without virtual memory */
 };
 
-/* Without virtual memory a piece is a plain block that is not mapped, so that any size is possible. */
+/* Without virtual memory a piece is a plain block, whose size need not be a multiple of a granule. */
 enum { PLAIN_GRAIN = 512 };
 
 size_t

@@ -264,7 +264,7 @@ query_until_done(struct fsdpc_cuda *cuda, fsdpc_event *event, double timeout, co
     }
 }
 
-/* Queries in relaxed mode, because a query must not invalidate a capture of another thread. */
+/* Queries in relaxed capture mode, because a query must not invalidate a capture of another thread. */
 int
 fsdpc_cuda_finish(void *context, fsdpc_event *event, double timeout, const char *what)
 {
@@ -287,7 +287,7 @@ fsdpc_cuda_waits(void *context)
     return atomic_load_explicit(&cuda->waits, memory_order_relaxed);
 }
 
-/* Waits on the host for one stream, until `end`, a deadline that several streams share. */
+/* Makes the host wait for one stream, at most until `end`. Several streams share this deadline. */
 static int
 sync_stream(struct fsdpc_cuda *cuda, fsdpc_cu_stream stream, double end, const char *what)
 {

@@ -1,6 +1,6 @@
-/* A lane: a stream beside the caller's that copies between the device's memory and pinned host memory.
+/* A lane: a stream of its own that copies between the device's memory and pinned host memory.
  *
- * The host queues work and does not wait. Four steps order a copy: `begin` puts the lane behind the
+ * The host queues work and does not wait. Four steps order a copy: `begin` makes the lane wait for the
  * caller's current stream; `out` and `in` queue copies; `mark` gives a number to all copies queued so
  * far; `join` makes the caller's current stream wait for a mark, and `finish` makes the host wait.
  * Copies of one lane run one after the other, so a pinned buffer needs no wait between two copies.
@@ -25,11 +25,11 @@ typedef struct fsdpc_lane_counts {
 
 /* FSDPC_E_NOMEM. */
 int fsdpc_lane_new(fsdpc_device *device, fsdpc_lane **out);
-/* `lane` may be NULL. Before, the caller must have joined or finished all copies that it queued. */
+/* The caller must first have joined or finished all copies that it queued. `lane` may be NULL. */
 void fsdpc_lane_free(fsdpc_lane *lane);
 fsdpc_device *fsdpc_lane_device(const fsdpc_lane *lane);
 
-/* Orders later copies behind all work of the caller's current stream so far.
+/* Makes later copies wait for all work that has been queued on the caller's current stream so far.
  * Fails with FSDPC_E_STATE if that stream is being captured into a graph. */
 int fsdpc_lane_begin(fsdpc_lane *lane);
 /* Queue a copy to `host` (out) or from `host` (in), which is pinned memory. The caller must not change source
@@ -41,7 +41,7 @@ int fsdpc_lane_mark(fsdpc_lane *lane, int64_t *mark);
 /* Makes the caller's current stream wait for the mark, without a call of the driver if that stream or
  * the host has already waited for this mark or a later one. FSDPC_E_INVAL: the mark does not exist. */
 int fsdpc_lane_join(fsdpc_lane *lane, int64_t mark);
-/* Waits on the host for the mark. FSDPC_E_TIMEOUT, naming `what`, after the process's deadline. */
+/* Makes the host wait for the mark. FSDPC_E_TIMEOUT, naming `what`, after the process's deadline. */
 int fsdpc_lane_finish(fsdpc_lane *lane, int64_t mark, const char *what);
 void fsdpc_lane_count(const fsdpc_lane *lane, fsdpc_lane_counts *out);
 

@@ -23,7 +23,7 @@ typedef struct buffer_state {
     int on_way;
     int errnum; /* errno of the first transfer that failed since the last wait; or 0 */
     int64_t offset, bytes;
-    bool write, ended; /* of that transfer: it was a write; it met the end of the file */
+    bool write, ended; /* of that transfer: true for a write; true if it met the file's end */
 } buffer_state;
 
 struct fsdpc_disk {

@@ -151,7 +151,7 @@ fsdpc_exchange_set_clock(fsdpc_exchange *x, enum fsdpc_phase phase, uint32_t ste
     x->step = step;
 }
 
-/* In a forked child of a group of one rank, keeps gathered values, and marks the other slots as empty. */
+/* In a forked child of a group of one rank: keeps slots with live values, and marks all others as empty. */
 static int
 enter_child(fsdpc_exchange *x)
 {
@@ -208,7 +208,7 @@ fsdpc_exchange_leave(fsdpc_exchange *x)
     return fsdpc_comm_say_numbers(x->comm, x->ops->leave(x));
 }
 
-/* Prepends operation and unit, if the error does not name the unit yet. Then adds the ranks' numbers. */
+/* Prepends operation and unit, unless the error names the unit already, and then fsdpc_comm_numbers. */
 static int
 explain(const fsdpc_exchange *x, int status, const char *op, const fsdpc_unit *unit)
 {

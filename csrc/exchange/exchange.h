@@ -25,7 +25,8 @@
 
 typedef struct fsdpc_exchange fsdpc_exchange;
 
-/* The last FSDPC_PASS_BITS bits of a tag count passes since the ranks last met (see next_pass in tree.c). */
+/* The last FSDPC_PASS_BITS bits of a tag count the passes since all ranks last met, for example in a training
+ * forward (see next_pass in tree.c). */
 enum { FSDPC_TAG_BITS = 36, FSDPC_PASS_BITS = 20 };
 
 typedef struct fsdpc_exchange_plan {
@@ -37,8 +38,8 @@ typedef struct fsdpc_exchange_plan {
     const size_t *slot_bytes; /* per slot */
     int slot_count;
     int reduce_slots; /* how many buffers for packed gradients each rank has, >= 1 */
-    bool poison;      /* reading the values of a released unit gives NaN */
-    bool trust_order; /* "wire", "stream": ranks do not compare which unit they are at */
+    bool poison;      /* true: reading the values of a released unit gives NaN */
+    bool trust_order; /* "wire", "stream": true: ranks do not check that all are at the same unit */
     fsdpc_trace *trace;
 } fsdpc_exchange_plan;
 
@@ -54,13 +55,13 @@ void fsdpc_exchange_set_clock(fsdpc_exchange *exchange, enum fsdpc_phase phase, 
  * a write to the masters. A forward without gradients then fails with FSDPC_E_MISMATCH if it would
  * read some ranks' masters from before a change and other ranks' masters from after it. */
 void fsdpc_exchange_compare(fsdpc_exchange *exchange, uint64_t tag, bool grad, bool touched);
-/* Begins a root forward or a further backward: from now on, this rank's masters are final for `tag`. */
+/* Call it when a root forward or a backward begins: from then on, this rank's masters are final for `tag`. */
 int fsdpc_exchange_begin(fsdpc_exchange *exchange, uint64_t tag);
 /* Call it when the outermost forward has ended or failed, whatever follows. Prefetched values that were
- * not used stay, and their gather is ordered before the caller's next write to its masters. Local. */
+ * not used are kept, and their gather is ordered before the caller's next write to its masters. Local. */
 int fsdpc_exchange_rest(fsdpc_exchange *exchange);
 /* Ends a forward without a backward on this rank. Then this rank may change its master shard. Kind "shared"
- * waits until each other rank has ended that forward too, or waits for this rank in another operation. */
+ * waits for each other rank until that rank has ended the same forward or is itself waiting for this rank. */
 int fsdpc_exchange_leave(fsdpc_exchange *exchange);
 
 /* Gathers the unit's values, and takes a reference to them. The values are readable on return (kind "stream":
@@ -68,8 +69,8 @@ int fsdpc_exchange_leave(fsdpc_exchange *exchange);
 int fsdpc_exchange_gather(fsdpc_exchange *exchange, fsdpc_unit *unit);
 /* Starts a gather if the gather needs no wait, else does nothing. Takes no reference. */
 int fsdpc_exchange_prefetch(fsdpc_exchange *exchange, fsdpc_unit *unit);
-/* True if gathers over `comm` go on in the background, while the caller's thread, not a stream, waits for
- * values. Then units are gathered ahead even if the user asks for no forward prefetch. */
+/* True if gathers over `comm` go on in the background, and the caller's thread (not a stream) waits for the
+ * values. Units are then prefetched even if the user asks for no forward prefetch. */
 bool fsdpc_exchange_prefetches(const fsdpc_comm *comm);
 /* Drops one reference to the unit's values; when none is left, the slot may be refilled. */
 int fsdpc_exchange_release(fsdpc_exchange *exchange, fsdpc_unit *unit);
@@ -81,7 +82,7 @@ void fsdpc_unit_set_floor(fsdpc_unit *unit, int refs);
 /* Packs and sends this rank's gradients of a unit. Gradients of a second call in the same backward are
  * accumulated on this rank and sent by fsdpc_exchange_end. The shard gradient holds the sum when
  * fsdpc_exchange_end has returned, or earlier. grads[i] is the gradient of parameter i; grads NULL: only
- * gradients kept under no_sync are sent. The sources may be freed on return. */
+ * gradients kept under no_sync are sent. The caller may free the gradients on return. */
 int fsdpc_exchange_reduce(fsdpc_exchange *exchange, fsdpc_unit *unit, const fsdpc_tensor *grads);
 /* True if units may be reduced in any order. False: all ranks must call reduce for every trainable
  * unit, and the first call for each unit must come in one order on all ranks. */
@@ -135,8 +136,9 @@ fsdpc_unit *fsdpc_exchange_unit(const fsdpc_exchange *exchange, int id);
 const char *fsdpc_exchange_kind(const fsdpc_exchange *exchange);
 
 /* Call this before the collective that allocates an unfrozen parameter's gradient. `unit` NULL: the parameter
- * is in another exchange. Ranks in passes before `tag` do not wait for this rank. If another rank begins the
- * next pass with gradients, both fail with FSDPC_E_MISMATCH. A no-op for kinds that cannot detect this. */
+ * is in another exchange. Ranks in passes before `tag` then do not wait for this rank. If another rank
+ * begins the next pass with gradients instead, both ranks fail with FSDPC_E_MISMATCH. A no-op for kinds that
+ * cannot detect this. */
 int fsdpc_exchange_announce(fsdpc_exchange *x, uint64_t tag, const fsdpc_unit *unit, int param);
 
 /* Drops the coding error that error feedback would add to the next gradients. Call this between passes. */

@@ -48,8 +48,8 @@ fsdpc_exchange_poison(const fsdpc_exchange *x, fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* Peers may still read the slot, so NaN is written to private memory that replaces the
- * slot in this rank's range. A late read on this rank gets NaN whatever the peers do. */
+/* Peers may still read the slot, so NaN is written to private memory, which this rank maps at the
+ * unit's addresses in place of the slot. A late read on this rank gets NaN whatever the peers do. */
 int
 fsdpc_exchange_veil(fsdpc_exchange *x, fsdpc_unit *unit)
 {

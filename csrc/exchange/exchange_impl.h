@@ -15,8 +15,8 @@ struct fsdpc_exchange_i {
     int (*begin)(fsdpc_exchange *x, uint64_t tag);
     int (*rest)(fsdpc_exchange *x);  /* (optional) NULL: this kind leaves nothing in flight */
     int (*leave)(fsdpc_exchange *x); /* (optional) NULL: this kind does not wait */
-    /* Makes the unit's values readable. If `wait` is false, only starts a prefetch,
-     * and only if that needs no wait; then `begun` of the unit's use is set. */
+    /* Makes the unit's values readable. If `wait` is false, only starts a prefetch, which sets `begun` of the
+     * unit's use, or does nothing if the prefetch would need a wait. */
     int (*gather)(fsdpc_exchange *x, fsdpc_unit *unit, bool wait);
     int (*release)(fsdpc_exchange *x, fsdpc_unit *unit);
     int (*reduce)(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
@@ -41,8 +41,9 @@ struct fsdpc_unit_use {
     int floor;  /* how many references fsdpc_exchange_drop leaves */
     bool ready; /* true: all values of the unit are in place */
     bool begun; /* true: the unit has taken its slot; its gather may still be in flight */
-    /* How often this rank has sent the unit's gradients in this backward, and how many of these rounds are
-     * summed. For "wire" and "stream", `consumed` is 1 if the sum was found complete early, else 0. */
+    /* `posted`: how often this rank has sent the unit's gradients in this backward. `consumed`: how many of
+     * these rounds are summed; for "wire" and "stream" 1 if the sum was found complete before the end of the
+     * backward, else 0. */
     uint64_t posted, consumed;
 };
 
@@ -81,7 +82,7 @@ struct fsdpc_exchange {
     enum fsdpc_phase phase;
     uint32_t step;
     uint64_t sent_bytes; /* fsdpc_exchange_sent_bytes */
-    size_t coded_bytes;  /* "wire", "stream": memory for coded pieces, beside the slots */
+    size_t coded_bytes;  /* "wire", "stream": bytes for coded pieces, outside of the slots */
     size_t lost_bytes;   /* size in bytes of all coding errors in `lost` */
     /* "wire", "stream": for each unit, the coding error of gradients of segments with error
      * feedback. `memory` NULL: the unit has no such segment. `lost` NULL: no error is kept. */
@@ -114,13 +115,14 @@ char *fsdpc_exchange_values(const fsdpc_exchange *x, fsdpc_unit *unit);
 int fsdpc_exchange_poison(const fsdpc_exchange *x, fsdpc_unit *unit);
 /* "wire", "stream": true if the unit's slot holds the values of another unit that is in use. */
 bool fsdpc_exchange_slot_is_in_use(const fsdpc_exchange *x, const fsdpc_unit *unit);
-/* Casts elements [begin, begin + n) of rank r's piece of a segment from r's master into place. If the segment
- * is sent as codes, the elements must be whole blocks, and get the values that decoding would give. */
+/* Casts elements [begin, begin + n) of rank r's piece of a segment from r's master to their place in the
+ * unit's values. If the segment is sent as codes, the elements must be whole blocks, and get the values that
+ * decoding would give. */
 int fsdpc_exchange_cast_piece(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r,
                               int64_t begin, int64_t n);
 
-/* Allocate `lost`, filled with zeros, with the coding errors for `receivers` receivers; set it to zero again;
- * free it, also after fsdpc_exchange_open_lost has failed. */
+/* Allocate `lost` (filled with zeros) for the coding errors of `receivers` receivers; set it to zero again;
+ * free it. fsdpc_exchange_close_lost may also be called after fsdpc_exchange_open_lost has failed. */
 int fsdpc_exchange_open_lost(fsdpc_exchange *x, fsdpc_device *device, int receivers);
 int fsdpc_exchange_zero_lost(fsdpc_exchange *x, fsdpc_device *device);
 void fsdpc_exchange_close_lost(fsdpc_exchange *x, fsdpc_device *device);

@@ -32,8 +32,8 @@ all_left(const fsdpc_exchange *x)
 }
 
 /* Waits until all ranks have ended this forward, because a late rank may still read this rank's master shard
- * for it, and the caller may change the shard next. If a backward follows, the end of the backward waits for
- * all ranks instead. */
+ * for this forward, and the caller may change the shard next. If a backward follows, the end of the backward
+ * waits for all ranks instead. */
 static int
 leave(fsdpc_exchange *x)
 {

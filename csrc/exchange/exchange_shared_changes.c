@@ -1,4 +1,4 @@
-/* Ranks that run different numbers of forwards without gradients, and change their weights meanwhile.
+/* Detects mixed values when ranks run different numbers of forwards without gradients and change weights.
  *
  * [Note: changed weights] A rank that has run all its batches may change its weights (swap averages out, step
  * an optimizer) while another rank, with more batches, still gathers them. A program makes the same change on
@@ -7,12 +7,12 @@
  * Nothing counts the changes of a program: changes are plain operations on tensors, autograd does not see all
  * of them, and a rank may hold no element of the parameters that change. So each rank compares samples of its
  * own values when a pass begins, and publishes two tags of passes:
- *   changed  the last pass before which most units had changed on this rank since the pass `before`. A unit
- *            has changed if samples of both its first and its last trainable parameter on this rank differ. A
+ *   changed  the last pass at whose start most units on this rank differed from the pass `before`. A unit
+ *            differs if samples of both its first and its last trainable parameter on this rank differ. A
  *            change by a backward of all ranks does not count;
- *   touched  the last pass before which anything may have changed: the samples, the memory, or (as autograd
- *            counts writes) a parameter, even without elements here. A backward counts as a change.
- * A rank publishes `weights`, the number of its weights ([Note: numbers of weights] in exchange_weights.c).
+ *   touched  the last pass before which anything may have changed: the samples, the memory, or (by autograd's
+ *            count of writes) a parameter, even one without elements on this rank. A backward is a change.
+ * It also publishes `weights`, its weights' number: see [Note: numbers of weights] in exchange_weights.c.
  * If one rank changes its weights once between two passes and another rank changes them twice, both ranks
  * have the same tags but different numbers. A rank that has begun a later pass without gradients, or waits
  * elsewhere, has run fewer batches. If such a rank has changed its weights and this rank has not touched its
@@ -23,12 +23,12 @@
  *
  * A rank that waits elsewhere (for a state dict) has not published its changes. So this rank compares the
  * waiting rank's values with the values that this rank read after the waiting rank's last pass, or else with
- * the waiting rank's samples. A rank that ended this forward, or a later one, while this rank waited
- * elsewhere is compared with its samples. A rank that has left changes nothing any more: passes with and
+ * the waiting rank's samples. If a rank ended this forward, or a later one, while this rank waited elsewhere,
+ * its values are compared with its samples. A rank that has left changes nothing any more: passes with and
  * without gradients read its values as long as no other rank has touched its own weights since.
  *
  * A pass with gradients is compared only with ranks that wait elsewhere or have left: its tag (next_pass in
- * tree.c) differs from all tags without gradients. It publishes if the pass before it had no gradients.
+ * tree.c) differs from all tags without gradients. Ranks publish in it if the pass before had no gradients.
  */
 #include "exchange/exchange_shared_impl.h"
 #include "base/status.h"
@@ -39,7 +39,7 @@ fsdpc_shared_samples_bytes(const fsdpc_exchange *x)
     return fsdpc_weights_bytes(x) * (size_t)x->world;
 }
 
-/* Compares a rank's values with its samples in `all`: the published samples or those in `seen`. */
+/* Compares a rank's present values with that rank's samples in `all`, which is `samples` or `seen`. */
 static enum fsdpc_found
 compare_rank(const fsdpc_exchange *x, _Atomic uint64_t *all, int rank, bool keep)
 {
@@ -153,7 +153,7 @@ older_number(const fsdpc_exchange *x, int r)
     return found && atomic_load(&other->known[own % FSDPC_KNOWN_WEIGHTS]) != hash;
 }
 
-/* True if only rank r, which waits elsewhere, or only this rank has changed weights. Keeps samples of r. */
+/* Rank r waits elsewhere. True if only one of rank r and this rank changed weights. Keeps samples of r. */
 static bool
 waits_elsewhere(fsdpc_exchange *x, int r, uint64_t touched, int *who)
 {
@@ -216,7 +216,7 @@ differs(fsdpc_exchange *x, int r, int *who)
            (ready > x->tag || fsdpc_weights_share(x, x->rank, r));
 }
 
-/* Fails if a rank has touched its weights since `left` left: rank `left` cannot have made the same change. */
+/* Rank `left` has left. Fails if a rank has touched its weights since: `left` cannot have changed its own. */
 static int
 check_left(fsdpc_exchange *x, const fsdpc_unit *unit, int left)
 {

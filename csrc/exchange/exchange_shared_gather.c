@@ -2,8 +2,8 @@
  *
  * Each slot has a small record in the segment: which unit it holds, for which tag, which ranks hold the slot,
  * and how many chunks of each rank's piece have been claimed and finished. A gather
- *   1. takes hold of the slot: joins if it shows this unit at this tag, claims it if no rank holds
- *      it, else waits (or uses private memory, if every rank that it waits for waits as well),
+ *   1. takes hold of the slot: joins a slot that shows this unit at this tag, claims a slot that no rank
+ *      holds, else waits (or uses private memory, if every rank that it waits for waits as well),
  *   2. casts this rank's piece chunk by chunk, then the unclaimed chunks of those pieces whose owner's
  *      master shard is final for this tag,
  *   3. waits for chunks that other ranks are casting.
@@ -227,8 +227,8 @@ fsdpc_shared_drop_prefetched(fsdpc_exchange *x)
     return FSDPC_OK;
 }
 
-/* Sets *busy if the slot is in use. With may_wait the caller must then use private memory: the wait could not
- * end, because this rank holds the slot for another unit, or all other ranks wait as well.
+/* Sets *busy if the slot is in use. If may_wait, *busy means that the caller must use private memory: a wait
+ * could not end, because this rank holds the slot for another unit, or all other ranks seem to wait as well.
  *
  * A slot is not claimed before every rank has begun this pass, unless all ranks wait: a rank that is ahead
  * (no_sync does not synchronise the ranks) would hold a slot that it cannot fill, while the ranks that are

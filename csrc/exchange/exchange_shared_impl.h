@@ -18,7 +18,9 @@ struct fsdpc_rank_ctl {
     /* `thaws`: tag of the training pass before which this rank unfreezes parameters, 0: none. `thawed`: one
      * of these parameters, as unit << 32 | parameter; UINT64_MAX: not known. */
     _Atomic uint64_t thaws, thawed;
-    /* Tags of passes: [Note: changed weights] in exchange_shared_changes.c. */
+    /* `weights`: the number of the version of this rank's weights. The others are tags of passes;
+     * `sampled`: of the last pass that took samples. See [Note: changed weights] in
+     * exchange_shared_changes.c. */
     _Atomic uint64_t changed, before, touched, sampled, weights;
     _Atomic uint64_t early; /* tag of the last forward whose end did not wait for all ranks */
     char pad[128 - 96];
@@ -96,7 +98,8 @@ struct fsdpc_shared_wait {
     fsdpc_wait what;
     fsdpc_shm_view view;
     int64_t start_ns, deadline_ns;
-    /* Since when the other ranks may have been idle, and the processor time that they had used by then. */
+    /* `quiet_ns`: the time from which on the other ranks may have been idle. `used_ns`: the processor time
+     * that they had used by then. */
     int64_t quiet_ns, used_ns;
     bool waiting;
 };
@@ -104,12 +107,12 @@ void fsdpc_shared_wait_open(fsdpc_exchange *x);
 void fsdpc_shared_wait_begin(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, const char *op,
                              const fsdpc_unit *unit);
 void fsdpc_shared_wait_read(fsdpc_exchange *x, struct fsdpc_shared_wait *wait);
-/* True if this rank must use its fallback: no other rank can end this wait or, for FSDPC_WAY_PRIVATE, the
- * wait has lasted so long that no other rank is likely to end it. */
+/* True if this rank must use its fallback, because no other rank can end this wait. For FSDPC_WAY_PRIVATE,
+ * also true if the wait has lasted so long that no other rank is likely to end it. */
 bool fsdpc_shared_must_act(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
                            enum fsdpc_shm_way way);
-/* Sleeps until a change since the last read, at most a few ms. `way` is this rank's fallback when no rank can
- * end the wait. Fails as fsdpc_shm_wait_word does. */
+/* Sleeps until shared state has changed since the last read, for at most 20 ms. `way` is this rank's fallback
+ * when no rank can end the wait. Fails as fsdpc_shm_wait_word does. */
 int fsdpc_shared_wait_step(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
                            enum fsdpc_shm_way way);
 void fsdpc_shared_wait_end(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
@@ -130,7 +133,7 @@ size_t fsdpc_shared_samples_bytes(const fsdpc_exchange *x);
 /* Implements fsdpc_exchange_compare for the "shared" kind. Call it before a pass begins. */
 void fsdpc_shared_compare(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched);
 /* Call it once the unit's values are in place. Fails with FSDPC_E_MISMATCH, and ends the group, if the values
- * are of different weights. Fails with FSDPC_E_PEER if a rank has left before the weights changed. */
+ * belong to different weights. Fails with FSDPC_E_PEER if a rank has left before the weights changed. */
 int fsdpc_shared_check_changes(fsdpc_exchange *x, const fsdpc_unit *unit);
 /* Makes the check of fsdpc_shared_check_changes for a slot that this rank joins. `touched`: the `touched` tag
  * of rank `claimer` when that rank claimed the slot. */

@@ -148,7 +148,7 @@ progress(fsdpc_exchange *x)
     bool absent_too = atomic_load(&x->shared->ranks[x->rank].first) > x->backwards;
     for (int u = 0; u < x->unit_count; u++) {
         fsdpc_unit *unit = x->units[u];
-        const struct fsdpc_unit_use *use = &x->uses[u]; /* without a call, to save time */
+        const struct fsdpc_unit_use *use = &x->uses[u]; /* saves calls of fsdpc_unit_use */
         while (use->consumed < use->posted || absent_too) {
             uint64_t round = round_tag(x, use->consumed + 1);
             if (!anyone_posted(x, unit, round) || !round_is_complete(x, unit, round)) {

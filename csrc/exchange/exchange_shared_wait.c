@@ -1,5 +1,5 @@
-/* Waits of a rank for a change that other ranks of its host make: each wait has a deadline, and a fallback
- * when no rank can make that change ([Note: stuck] in shm_stuck.c).
+/* Waits of this rank for changes that other ranks of its host make. Each wait has a deadline. If no rank can
+ * make the change, this rank uses a fallback ([Note: stuck] in shm_stuck.c).
  */
 #include "exchange/exchange_shared_impl.h"
 #include "base/board.h"
@@ -67,7 +67,7 @@ has_lock(const fsdpc_exchange *x, int rank)
 }
 
 /* True if the rank slept lately, but not in a barrier that waits for this rank. Also true if the rank is in a
- * wait and has no slot's lock: a rank that stopped while it had a slot's lock is in a wait too. */
+ * wait and has no slot's lock. A rank in a wait that has a slot's lock has stopped, so it counts as late. */
 static bool
 seems_to_wait(const fsdpc_exchange *x, int rank)
 {

@@ -135,7 +135,7 @@ await_event(const struct fsdpc_streams *s, fsdpc_event *event, int64_t end_ns)
     (void)fsdpc_device_finish(s->device, event, left > 0 ? left : 0, "the end of an exchange");
 }
 
-/* Waits for each slot's last reader. Its stream may be another one, as any thread may close an exchange. */
+/* Waits for each slot's last reader, which may be on another stream: any thread may close an exchange. */
 static void
 await_readers(struct fsdpc_streams *s, int64_t end_ns)
 {
@@ -348,7 +348,7 @@ gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
 }
 
 /* The caller may next write shards of units that were prefetched and not used, so its stream waits for the
- * last of these gathers. Gathers of another capture do not count: a capture may have begun or ended since. */
+ * last of these gathers. Leaves out a gather if a capture has begun or ended since it was queued. */
 static int
 rest(fsdpc_exchange *x)
 {

@@ -2,7 +2,7 @@
  *
  * Addresses never change and a step allocates nothing, so a step without host syncs can be captured.
  * A captured step does not wait for events that were recorded outside of the capture: the caller orders the
- * launch of the graph behind earlier work. At the end of a pass the caller's stream waits for the exchange's
+ * launch of the graph after earlier work. At the end of a pass the caller's stream waits for the exchange's
  * streams, else the capture could not end. An operation that needs a host sync fails; the error names it.
  */
 #include "exchange/exchange_stream_impl.h"

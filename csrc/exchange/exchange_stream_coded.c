@@ -1,8 +1,8 @@
-/* Gradients that travel coded between GPUs, on the reduce stream. A reduce-scatter would sum the codes. So
+/* Sends gradients between GPUs as codes, on the reduce stream. A reduce-scatter would sum the codes. So
  * ranks send pieces to each other, and decode received pieces into the sum, which has the same bits as in
  * "wire".
  *
- * Behind a slot's packed gradients lies one block per receiver, with this rank's coded pieces of all
+ * After its packed gradients, a slot holds one block per receiver, with this rank's coded pieces of all
  * segments, then one block per sender. One launch codes, one call exchanges the blocks, one launch sums. The
  * event `summed` is recorded after all this work, so a wait for `summed` is enough to reuse the slot. */
 #include "base/mem.h"

@@ -2,7 +2,7 @@
  * the slot, whatever the number of dtypes, and one call of the communicator gathers all segments.
  *
  * Segments that travel coded take one launch before that call, which codes this rank's pieces into
- * memory beside the slots, and one launch after that call, which decodes all ranks' pieces into the
+ * memory outside of the slots, and one launch after that call, which decodes all ranks' pieces into the
  * slot. The stream is in order, so one such memory serves all units without additional waits.
  */
 #include <stdio.h>
@@ -34,7 +34,7 @@ plan_unit(fsdpc_exchange *x, const fsdpc_unit *unit, fsdpc_pack_plan **out)
             .dtype = seg->compute,
         };
     }
-    /* The gaps between this rank's pieces are kept: other ranks' pieces and decoded segments lie in them. */
+    /* The gaps between the targets are not written: other ranks' pieces and decoded segments lie there. */
     FSDPC_GOTO(count > 0 ? fsdpc_device_pack_plan(x->streams->device, targets, NULL, count,
                                                   layout->full_bytes, true, out)
                          : FSDPC_OK,

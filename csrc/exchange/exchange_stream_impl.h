@@ -77,7 +77,7 @@ struct fsdpc_streams {
     struct fsdpc_filling *fillings; /* per unit */
     uint64_t filled;                /* number of the last filling */
     struct fsdpc_behind behind;
-    /* for each unit, the plan of its casts; NULL if one cast is enough */
+    /* for each unit, the plan of its casts; NULL: it needs at most one cast */
     fsdpc_pack_plan **gathers;
     fsdpc_pack_source *pieces; /* this rank's pieces of the unit being gathered */
     fsdpc_comm_part *parts;    /* parts of the unit being gathered or reduced */
@@ -145,12 +145,14 @@ int fsdpc_stream_join_capture(struct fsdpc_streams *s);
 
 int fsdpc_stream_turns_open(fsdpc_exchange *x);
 void fsdpc_stream_turns_close(fsdpc_exchange *x);
-/* Call it on the stream of the next collective. FSDPC_E_MISMATCH: the ranks are at different collectives. */
+/* Call it while the stream of the next collective is current. FSDPC_E_MISMATCH: the ranks are at different
+ * collectives. */
 int fsdpc_stream_turn(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce);
 int fsdpc_stream_turns_begin(fsdpc_exchange *x);
-/* Call these on the reduce stream. The digests of this backward's order travel behind the used bits: `end`
- * completes the digests before the all-reduce, `put` writes them behind the bits of a rank that used all
- * parameters, `take` fetches the reduced digests. The host checks the digests when they have arrived. */
+/* Call these on the reduce stream. The used bits are all-reduced together with the digests of this
+ * backward's order. `end` completes the digests before the all-reduce, `put` writes them after the bits of a
+ * rank that used all parameters, and `take` fetches the reduced digests. The host checks the digests
+ * when they have arrived. */
 int fsdpc_stream_turns_end(fsdpc_exchange *x);
 int fsdpc_stream_turns_put(fsdpc_exchange *x, float *bits);
 int fsdpc_stream_turns_take(fsdpc_exchange *x, const float *bits);
@@ -166,7 +168,7 @@ int fsdpc_stream_fill(fsdpc_exchange *x, fsdpc_unit *unit);
 
 int fsdpc_stream_coded_open(fsdpc_exchange *x);
 void fsdpc_stream_coded_close(fsdpc_exchange *x);
-/* True if some gradients of the unit travel coded. All its pieces are then sent from rank to rank. */
+/* True if some gradients of the unit travel coded. All its gradients then go through an all-to-all. */
 bool fsdpc_stream_sends_codes(const fsdpc_exchange *x, const fsdpc_unit *unit);
 /* On the reduce stream, codes the gradients packed in `buffer`, sends and receives pieces, and adds the sum
  * of all ranks' pieces to the shard gradient. With replicas, that sum is first summed over the replicas. */

@@ -1,8 +1,8 @@
 /* Host syncs for offloaded units, whose optimizer runs on the CPU (unit_offload.c).
  *
  * A synchronised backward ends with one host sync for all units: the reduce stream waits for the last read
- * of a master shard, and the host waits for the reduce stream. Each collective has its own deadline: that
- * wait ends when a communicator has failed, or after a day. If the optimizer steps unit by unit, the host
+ * of a master shard, and the host waits for the reduce stream. The host's wait fails when a communicator has
+ * failed (each collective has its own deadline), or after a day. If the optimizer steps unit by unit, it
  * waits for each unit's sum in turn, and steps that unit while the device sums and copies the next units.
  */
 #include "exchange/exchange_stream_impl.h"
@@ -33,7 +33,7 @@ in_flight(const fsdpc_exchange *x, enum fsdpc_which which)
     return count;
 }
 
-/* Waits for the sums that communication hooks make, because hooks do not make them on the reduce stream. */
+/* Makes the current stream wait for communication hooks' sums, which are not made on the reduce stream. */
 static int
 join_hooked(fsdpc_exchange *x)
 {

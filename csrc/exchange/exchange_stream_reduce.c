@@ -1,6 +1,6 @@
 /* The reducing half of the "stream" exchange (exchange_stream.c lists the waits).
  *
- * [Note: used bits] The bits that say which parameters got a gradient are all-reduced on the device behind
+ * [Note: used bits] The bits that say which parameters got a gradient are all-reduced on the device after
  * the last reduction. A rank that left parameters unused copies the result to the host and waits for it. A
  * rank that used all its parameters knows that the result is all ones, and needs no host sync.
  */
@@ -108,7 +108,7 @@ send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
     return status;
 }
 
-/* True if one launch on the caller's stream does all work: for one rank without replicas or offloading. */
+/* True if one launch on the caller's stream does all work: one rank, no replicas, and no offloading. */
 static bool
 stays_here(const fsdpc_exchange *x, const fsdpc_unit *unit)
 {
@@ -251,7 +251,7 @@ share_used(fsdpc_exchange *x)
     return FSDPC_OK;
 }
 
-/* Makes the caller's stream wait for the last sum. The reduce stream makes all sums in order. */
+/* Makes the caller's stream wait for the last sum, and so for all: the reduce stream sums in order. */
 static int
 await_sums(fsdpc_exchange *x)
 {

@@ -1,4 +1,4 @@
-/* Sums over replicas on the reduce stream, behind each unit's sum over its shard group. The order of units is
+/* Sums over replicas on the reduce stream, after each unit's sum over its shard group. The order of units is
  * the same on all ranks, because every trainable unit is reduced in every backward.
  *
  * One call of the communicator sums all segments of a unit. If the reduce dtype is the accumulate dtype, the

@@ -1,8 +1,8 @@
 /* The memory of the "stream" exchange: slots that have addresses of their own and are registered once.
  *
- * Collectives use a slot's own address, which never changes, whatever ranges map the slot.
+ * Collectives use a slot's own address, which never changes. The slot is also mapped at units' addresses.
  * (Two addresses of the same physical memory are coherent for the device from one kernel to the
- * next.) Spare memory has only the range's address, and is not registered.
+ * next.) Spare memory is mapped only at a unit's addresses, and is not registered.
  */
 #include "exchange/exchange_stream_impl.h"
 #include "base/status.h"

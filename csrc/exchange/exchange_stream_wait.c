@@ -1,4 +1,4 @@
-/* Waits of the host for the streams of a "stream" exchange. A wait ends when a communicator of the exchange
+/* Waits of the host for the streams of a "stream" exchange. A wait fails when a communicator of the exchange
  * has failed. The file also counts the bytes that were sent. */
 #include <string.h>
 

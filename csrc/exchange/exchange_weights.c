@@ -1,6 +1,6 @@
 /* Finds out whether a rank's weights have changed since an earlier pass, and numbers a rank's weights.
  *
- * [Note: numbers of weights] A rank numbers the weights that it has had since all ranks met (in a backward,
+ * [Note: numbers of weights] A rank numbers the versions of its weights since all ranks met (in a backward,
  * a training forward, or full parameters). If a program puts old weights back, they get their old number.
  * Weights are told apart by samples, so the numbers of two ranks are comparable if each rank holds elements
  * of the parameters that the other rank samples. Number 0 (unknown): weights changed, but not in most units.

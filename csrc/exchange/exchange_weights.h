@@ -19,9 +19,9 @@ uint64_t fsdpc_weights_hash(const fsdpc_exchange *x, int rank);
 /* True if, in most units, rank `other` holds elements of a parameter that rank `rank` takes samples of. */
 bool fsdpc_weights_share(const fsdpc_exchange *x, int rank, int other);
 
-/* [Note: numbers of weights] The low FSDPC_PASS_BITS bits of `last` hold the number of a rank's weights. The
- * other bits come from the tag of a pass, and tell when all ranks last met. `newest`: the highest number
- * given since then. */
+/* [Note: numbers of weights] The low FSDPC_PASS_BITS bits of `last` hold the number of the version of a
+ * rank's weights. The other bits come from the tag of a pass, and tell when all ranks last met. `newest`: the
+ * highest number given since then. */
 typedef struct fsdpc_numbers {
     uint64_t last, newest;
 } fsdpc_numbers;

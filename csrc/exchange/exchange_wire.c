@@ -6,12 +6,12 @@
  * of a later flight, are needed. A reduction packs into the next of a few buffers and begins a flight that
  * brings every rank its own pieces of all ranks' gradients. Each rank sums its pieces in rank order when the
  * buffer is needed again, or at the end of backward. So transfers overlap with computation. The codes of
- * gradients that travel coded lie behind the packed gradients (exchange_wire_coded.c).
+ * gradients that travel coded follow the packed gradients in the buffer (exchange_wire_coded.c).
  *
  *   gather slot     begin: cast, post           ... compute ...   land
  *   reduce buffer   begin: pack, post           ... compute ...   land, sum
  *
- * Only the order of flights decides which flights match. So each flight has a mark of its unit, and ranks at
+ * Only the order of flights decides which flights match. So a flight carries a mark of its unit, and ranks at
  * different units get an error that names both units. With one rank there is no communication.
  */
 #include <stdio.h>
@@ -144,7 +144,7 @@ begin(fsdpc_exchange *x, uint64_t tag)
 
 /* --- gathers ------------------------------------------------------------------------------------- */
 
-/* Sets the values that this rank's flight brings to NaN, so that they are NaN until the flight lands. */
+/* Writes NaN where this rank's flight will put values, so that these are NaN until the flight lands. */
 static int
 poison_flight(fsdpc_exchange *x, fsdpc_unit *unit, fsdpc_route route)
 {
@@ -213,7 +213,7 @@ slot_shows(const fsdpc_exchange *x, const fsdpc_unit *unit)
     return x->slot_unit[use->slot] == use->id && x->slot_tag[use->slot] == x->tag;
 }
 
-/* Lands an unused prefetch into the slot first, because the prefetch would overwrite the new values. */
+/* First lands a prefetch into the slot, if one is in flight: later it would overwrite the new values. */
 static int
 empty_slot(fsdpc_exchange *x, const fsdpc_unit *unit)
 {

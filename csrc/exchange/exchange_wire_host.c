@@ -1,6 +1,6 @@
 /* Ranks that share a host in a group of several hosts use one set of gather slots, and reduce buffers that
- * all ranks of the host read. In words of the host's segment, each rank counts its uses of slots and buffers.
- *
+ * all ranks of the host read. Each rank counts its uses of slots and buffers in words of the host's segment.
+ * Flights "by carriers" (hosts.h) go only between hosts:
  *   gather   count CLEARED, wait for all ranks; cast, fly by carriers; land, count FILLED; wait for all ranks
  *   reduce   pack, count PACKED; at the next reduction: wait for all ranks, sum the pieces of the ranks that
  *            this rank carries (in the order of ranks), count READ, fly by carriers; land, sum over hosts

@@ -8,7 +8,7 @@
 
 enum { FSDPC_WIRE_WHAT_BYTES = 256 };
 
-/* A reduce buffer with packed gradients that are being sent. Behind them in `memory` lie the codes of coded
+/* A reduce buffer with packed gradients that are being sent. After them, `memory` holds the codes of coded
  * gradients, and room for the pieces that other ranks send. */
 struct fsdpc_wire_reduce {
     void *memory;
@@ -28,14 +28,14 @@ struct fsdpc_wire {
     _Atomic uint64_t *samples;
     _Atomic uint64_t known[FSDPC_KNOWN_WEIGHTS];
     fsdpc_numbers numbers;
-    uint64_t weights; /* the number of weights in this rank's marks: `numbers.last`, or 0 */
-    /* true: the latest pass has no gradients, so this pass and the next one compare samples */
+    uint64_t weights; /* what this rank's marks say about its weights: `numbers.last`; 0: nothing */
+    /* true: the latest pass has no gradients; so the latest pass and the next one compare samples */
     bool checks;
     struct fsdpc_wire_reduce *reduces;
     int reduce_count, next;
     fsdpc_comm_part *parts; /* parts of the unit being sent */
-    /* Memory for coded pieces of the unit in flight: one per slot, and one for gathers into spare memory. It
-     * holds segment after segment; each coded segment has the pieces of all ranks, end to end. */
+    /* Memory for coded pieces of the unit in flight: one per slot, and one for gathers into spare memory.
+     * Each holds, segment after segment, the coded pieces of all ranks, end to end. */
     struct fsdpc_exchange_room *coded;
     int coded_count;
     /* Four arrays of offsets for the unit being sent. The first one has an entry per part: where received
@@ -55,9 +55,9 @@ struct fsdpc_wire {
 
 /* --- exchange_wire_host.c ------------------------------------------------------------------------ */
 
-/* Counts that a rank publishes to the other ranks of its host. Of a slot: CLEARED, how often this rank no
- * longer needed the old values; FILLED, how often this rank's pieces have landed. Of a reduce buffer: PACKED,
- * how often this rank has packed into it; READ, how often this rank has read the others' buffers. */
+/* Counts that a rank publishes to the other ranks of its host. Of a slot: CLEARED, how often this rank has
+ * given up the old values; FILLED, how often this rank's flight into the slot has landed. Of a reduce buffer:
+ * PACKED, how often this rank has packed into it; READ, how often this rank has read the others' buffers. */
 enum fsdpc_wire_word { FSDPC_WIRE_CLEARED, FSDPC_WIRE_FILLED, FSDPC_WIRE_PACKED, FSDPC_WIRE_READ };
 
 struct fsdpc_wire_host {

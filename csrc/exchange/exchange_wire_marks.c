@@ -44,7 +44,7 @@ turn_text(const fsdpc_exchange *x, int32_t turn, const char *hook, char text[FSD
     return text;
 }
 
-/* The part of a mark that the ranks compare. `model` tells two models apart, whose turns may be equal. */
+/* The part of a mark that the ranks compare. `model` differs between models, whose turns may be equal. */
 struct turn {
     int32_t next, model;
 };

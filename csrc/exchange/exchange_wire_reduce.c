@@ -26,7 +26,7 @@ landing_room(const struct fsdpc_wire_reduce *to, const fsdpc_unit *unit)
     return codes_room(to, unit) + fsdpc_footprint_codes(fsdpc_unit_layout(unit), NULL);
 }
 
-/* Lists *count parts and where received pieces land. Blocking collectives sum parts, so get no codes. */
+/* Lists *count parts and where received pieces land. Parts that a blocking collective sums are not coded. */
 static int
 list_parts(fsdpc_exchange *x, const struct fsdpc_wire_reduce *to, fsdpc_route route, int *count)
 {
@@ -206,7 +206,7 @@ is_landed(const struct fsdpc_wire *wire, const fsdpc_unit *unit)
     return true;
 }
 
-/* With several ranks, false if this rank left parameters unused: other ranks' bits are known at the end. */
+/* With several ranks, false if this rank left parameters unused: others' bits are known only at the end. */
 bool
 fsdpc_wire_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
 {

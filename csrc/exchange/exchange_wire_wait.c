@@ -94,7 +94,7 @@ wait_for(fsdpc_exchange *x, const struct wanted *wanted, int32_t next, const fsd
     }
 }
 
-/* Ends the group. Ranks of other hosts notice the end by connections, ranks of this host by the segment. */
+/* Ends the group. Ranks of other hosts notice by their connections, ranks of this host by the segment. */
 static void
 break_group(fsdpc_exchange *x, int status)
 {

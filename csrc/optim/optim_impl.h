@@ -38,13 +38,13 @@ typedef struct fsdpc_optim_rules {
 /* The map of the 8-bit codes, by decade; see optim_codes.inc. Entries 8 to 15 repeat entries 0 to 7. */
 typedef struct fsdpc_optim_codes {
     bool has_sign;
-    float zero, one; /* values <= zero get the code of 0, values > one the code of 1 */
+    float zero, one; /* magnitudes <= zero get the code of 0.0, values > one that of 1.0 */
     float middle;    /* values above it are in decade 4 or higher */
     /* Per decade d: values above two[d] are in decade d + 2 or higher; values above next[d] are in decade
      * d + 1 or higher. */
     float two[16], next[16];
     float by[16], offset[16], low[16], high[16]; /* to convert a value to the number of its cell */
-    float base[16], slope[16]; /* to convert a cell to its value, by the exponent of its number */
+    float base[16], slope[16]; /* to convert a cell's number to a value, by its exponent modulo 8 */
 } fsdpc_optim_codes;
 
 typedef struct fsdpc_optim_loops {
@@ -55,7 +55,8 @@ typedef struct fsdpc_optim_loops {
     void (*adam_nearest)(const fsdpc_optim_numbers *k, int64_t n, void *p, const void *g, void *m,
                          void *v);
     /* Adam with bfloat16 states, rounded stochastically by a hash of `key` and index + i. Parameters are
-     * bfloat16 (if low_p) or float32, gradients too (low_g). `k` holds numbers of fsdpc_optim_make_quick. */
+     * bfloat16 if low_p, else float32. Gradients are bfloat16 if low_g, else float32. `k` holds numbers of
+     * fsdpc_optim_make_quick. */
     void (*adam_stochastic)(const fsdpc_optim_numbers *k, int64_t n, void *p, bool low_p,
                             const void *g, bool low_g, void *m, void *v, uint64_t key,
                             uint32_t index);
@@ -99,7 +100,7 @@ int64_t fsdpc_optim_parts_of(const fsdpc_optim_tensor *tensor);
 /* The measures of a step, one set of values per part (optim_measure.c). */
 typedef struct fsdpc_optim_meter {
     const struct fsdpc_kernels *kernels;
-    int64_t *starts; /* the number of each tensor's first part */
+    int64_t *starts; /* for each tensor, the index of its first part */
     double *values;  /* FSDPC_OPTIM_MEASURES values per part; NULL: no tensor is measured */
 } fsdpc_optim_meter;
 int fsdpc_optim_meter_open(fsdpc_optim_meter *meter, const fsdpc_optim_tensor *tensors, int count);

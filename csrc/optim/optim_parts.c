@@ -52,7 +52,7 @@ run(int threads, int64_t n, int64_t grain, fsdpc_pool_task *task, void *context)
     return FSDPC_OK;
 }
 
-enum { SHARES = 8 }; /* shares of work per thread: a thread may lose its processor for a while */
+enum { SHARES = 8 }; /* shares of work per thread: fast threads take shares of delayed ones */
 
 static int64_t
 grain_for(int64_t parts, int threads)
@@ -66,7 +66,7 @@ grain_for(int64_t parts, int threads)
 struct loop {
     const fsdpc_optim_tensor *tensors;
     int count;
-    int64_t *starts; /* the number of each tensor's first part, then the number of all parts */
+    int64_t *starts; /* for each tensor, the index of its first part; then the count of all parts */
     fsdpc_optim_part *part;
     void *context;
 };

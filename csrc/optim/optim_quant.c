@@ -151,7 +151,7 @@ quantise_block(const fsdpc_optim_loops *loops, int which, const float *values, i
     }
 }
 
-/* Returns the entry of `edges` for element `index`'s block if that is the first or last block, or NULL. */
+/* Returns the entry of `edges` for element `index`'s block, or NULL if that is neither first nor last. */
 static const float *
 edge_of(const float *edges, int64_t first, int64_t numel, int64_t index)
 {

@@ -304,8 +304,8 @@ is_one_of(fsdpc_dtype type, fsdpc_dtype a, fsdpc_dtype b)
     return type == a || type == b;
 }
 
-/* Returns the longest tile. It is a whole part if the loops use all memory in place: each tile costs as much
- * time as 100 elements. A tile with a copy or an average is read again, so it must fit in a cache. */
+/* Returns the length of the longest tile: a whole part if loops use all memory in place, as a tile costs as
+ * much time as 100 elements. A tile with a copy or an average is read again, so it must fit in a cache. */
 static int64_t
 longest_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, bool low)
 {

@@ -3,7 +3,7 @@
  * The module uses multi-phase initialisation and keeps its state in the module object. It refuses
  * sub-interpreters and a second load in the same process, because devices and communicators belong to the
  * process; so one global pointer to the module state suffices. The import prints nothing, starts no thread,
- * opens no file and reads no processor feature: a function does so when it first needs the result.
+ * opens no file and reads no processor feature. Functions do this when they first need the result.
  */
 #define FSDPC_PY_NUMPY_OWNER
 #include "py/base/py_numpy.h"

@@ -5,7 +5,7 @@
 #include "py/base/py.h"
 
 /* Functions for a PyModuleDef whose m_size is that of fsdpc_py_module_state. fsdpc_py_module_exec adds all
- * exceptions, types and functions of fsdpc._C; ImportError for a second module of the same library. */
+ * exceptions, types and functions of fsdpc._C. Raises ImportError for a second module of the same library. */
 int fsdpc_py_module_exec(PyObject *module);
 int fsdpc_py_module_traverse(PyObject *module, visitproc visit, void *arg);
 int fsdpc_py_module_clear(PyObject *module);

@@ -150,7 +150,7 @@ publish_self(fsdpc_shm *shm)
     atomic_store(&shm->control->slots[shm->rank].process, (int32_t)shm->process);
 }
 
-/* Returns SPINS if each of several ranks has a core, else 0. Counts all cores that any rank may run on. */
+/* Returns 0 for a single rank, or if the ranks may run on fewer cores than there are ranks; else SPINS. */
 static int
 count_spins(const fsdpc_shm *shm)
 {

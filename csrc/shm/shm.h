@@ -34,10 +34,10 @@ extern int (*fsdpc_shm_interrupt_check)(void);
 typedef struct fsdpc_shm_reports {
     double after_s; /* a wait that lasts longer calls `linger` about once a second */
     void (*linger)(const char *group);
-    /* Reads the verdict on why ranks gave up; a group makes only one. `causes` has room for
-     * FSDPC_SHM_MAX_RANKS ranks: first the *count ranks that this rank waits for, on return the *count ranks
-     * that are the cause. `text` gets a table of all ranks. `gives_up`: this rank has reached its deadline.
-     * Then it makes the verdict if the group has none. Returns false if the group still has no verdict. */
+    /* Reads the verdict on why ranks gave up; a group makes only one verdict. `causes` has room for
+     * FSDPC_SHM_MAX_RANKS ranks: before the call, the *count ranks that this rank waits for; after it, the
+     * *count ranks that are the cause. `text` gets a table of all ranks. `gives_up`: this rank has reached
+     * its deadline; then it makes the verdict if the group has none. Returns false if there is still none. */
     bool (*verdict)(const char *group, bool gives_up, int *causes, int *count, char *text,
                     size_t bytes);
 } fsdpc_shm_reports;
@@ -52,7 +52,7 @@ int fsdpc_shm_create(int rank, int world, const char *name, double timeout_s, fs
 /* Frees the handle. Local; never waits for a peer. Marks this rank as left, so that peers that need it get an
  * error instead of waiting. NULL is allowed. Mappings made by fsdpc_shm_map stay valid. */
 void fsdpc_shm_free(fsdpc_shm *shm);
-/* From now on messages call rank r by numbers[r], its number in a larger group. Borrows `numbers`. Local. */
+/* From now on, messages show rank r as numbers[r], its number in a larger group. Borrows `numbers`. Local. */
 void fsdpc_shm_set_numbers(fsdpc_shm *shm, const int *numbers);
 /* Marks this rank as left and does nothing else. For the orderly end of a program that still uses the
  * segment. Local; memory stays valid. */
@@ -99,8 +99,9 @@ void fsdpc_shm_wake(_Atomic uint32_t *word);
 int64_t fsdpc_shm_deadline(const fsdpc_shm *shm);
 int64_t fsdpc_shm_now_ns(void);
 
-/* Returns FSDPC_OK, or with text FSDPC_E_PEER if another rank died or aborted the group, or FSDPC_E_COMM if
- * this rank aborted it. A rank that left in good order (fsdpc_shm_leave) fails only waits for that rank. */
+/* Returns FSDPC_OK if the group can be used. Returns FSDPC_E_PEER, with text, if another rank died or aborted
+ * the group, and FSDPC_E_COMM if this rank aborted it. A rank that left in good order (fsdpc_shm_leave) does
+ * not count: only a wait for that rank fails. */
 int fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what);
 /* Returns true if `rank` has called fsdpc_shm_leave or fsdpc_shm_free, even if it has exited since. */
 bool fsdpc_shm_left(const fsdpc_shm *shm, int rank);
@@ -113,18 +114,20 @@ void fsdpc_shm_abort(fsdpc_shm *shm, const char *text);
 int fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missing,
                             int missing_count);
 
-/* Returns FSDPC_E_PEER, because `rank` left while this rank waits for it, or the group's earlier failure. */
+/* Returns FSDPC_E_PEER with a text that says that `rank` left while this rank waits for it. If the group
+ * failed before, returns that failure instead. */
 int fsdpc_shm_left_error(fsdpc_shm *shm, int rank, const fsdpc_wait *what);
 
 /* --- waits that a rank may also end by itself: [Note: stuck] in shm_stuck.c -------------------- */
 
-enum { FSDPC_SHM_GROUPS = 32 }; /* most segments of a process in which its waits are published */
+enum { FSDPC_SHM_GROUPS = 32 }; /* a process publishes its waits in at most so many segments */
 
 /* A waiter's fallback when no other rank can end the wait: [Note: stuck] describes each. If several waiters
- * have fallbacks, those with the last fallback in this list use theirs. */
+ * have fallbacks, only those whose fallback comes last in this list use it. */
 enum fsdpc_shm_way { FSDPC_WAY_NONE, FSDPC_WAY_LEAVE, FSDPC_WAY_OLDER, FSDPC_WAY_PRIVATE };
 
-/* How many changes each of this process's segments had counted at one moment, by the segment's `serial`. */
+/* How many changes each of this process's segments had counted when the view was read. `serial` identifies
+ * the segment. */
 typedef struct fsdpc_shm_view {
     uint32_t bell;
     int count;
@@ -148,7 +151,7 @@ void fsdpc_shm_stand_end(fsdpc_shm *shm);
  * with FSDPC_E_TIMEOUT at `until_ns`. */
 int fsdpc_shm_stand(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way,
                     int64_t until_ns, const fsdpc_wait *what);
-/* Returns true while the process of `rank` is in a wait with fsdpc_shm_stand, of any group. */
+/* Returns true while the process of `rank` waits in fsdpc_shm_stand, for this or another group. */
 bool fsdpc_shm_stands(const fsdpc_shm *shm, int rank);
 /* Returns true if `rank` has begun a sleep in this group since `since_ns`. */
 bool fsdpc_shm_slept_since(const fsdpc_shm *shm, int rank, int64_t since_ns);

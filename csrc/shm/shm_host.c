@@ -1,9 +1,9 @@
 /* Rank 0's side of the rendezvous. See shm_rendezvous.c for the messages.
  *
- * A connection that has not sent a hello is called a stranger. A stranger with another first message is
- * rejected, and the ranks keep waiting; a silent stranger is closed when its place is needed. The hello of a
- * rank that does not fit this group fails the rendezvous on all ranks, because no later message could make
- * that rank fit.
+ * A connection that has not sent a hello is called a stranger. If its first message is not a hello, the
+ * stranger is rejected, and the ranks keep waiting. A silent stranger is closed when its place is needed. If
+ * a hello does not fit this group (for example, the number of ranks differs), the rendezvous fails on all
+ * ranks, because no later message could make the sender fit.
  */
 #include <errno.h>
 #include <poll.h>
@@ -17,7 +17,7 @@
 #include "base/status.h"
 
 enum { STRANGERS = 64 }; /* how many connections without a hello are kept */
-/* A rank sends its hello once it is connected, so a stranger that is silent for longer may be closed. */
+/* A rank sends its hello as soon as it is connected, so a stranger may be closed after this silence. */
 static const int64_t silence_ns = 500000000;
 
 typedef struct stranger {
@@ -165,7 +165,7 @@ most_silent(const host *self)
     return found;
 }
 
-/* Returns true if one more connection can be accepted; others wait in the listener's queue. */
+/* True if one more connection can be accepted. If not, connections wait in the listener's queue. */
 static bool
 has_room(const host *self)
 {
@@ -322,7 +322,7 @@ static void
 send_failure(const fsdpc_shm *shm, int status)
 {
     char text[FSDPC_SHM_MESSAGE_TEXT];
-    const bool own = status != status_elsewhere(status); /* then the text names no rank yet */
+    const bool own = status != status_elsewhere(status); /* true: the text names no rank yet */
     snprintf(text, sizeof text, "%s%s", own ? "rank 0 gave up: " : "", fsdpc_error_text());
     for (int i = 1; i < shm->world; i++) {
         if (shm->peers[i].socket >= 0) {

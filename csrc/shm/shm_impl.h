@@ -98,8 +98,8 @@ struct fsdpc_shm {
     /* Fields of shm_stuck.c, whose lock protects all of them except `process` and `serial`. */
     int process, entry; /* fsdpc_shm_process(); this segment's index in `joined`, or -1 */
     uint64_t serial;    /* the segment's number in this process, never used again */
-    /* Bit sets of indices in `joined`. kin: this process's segments. covered_by: those of these segments that
-     * have all members of this one. */
+    /* Bit sets of indices in `joined`. kin: the segments of this process. covered_by: the segments of this
+     * process that have all members of this segment. */
     uint32_t kin, covered_by;
     int stands;    /* number of threads between stand_begin and stand_end */
     uint64_t rung; /* `changes` when this rank last rang the bells, plus 1; 0: it never did */
@@ -146,8 +146,8 @@ void fsdpc_shm_peers_close(fsdpc_shm *shm);
 int fsdpc_shm_watch_start(fsdpc_shm *shm);
 void fsdpc_shm_watch_stop(fsdpc_shm *shm);
 
-/* Defined in shm_stuck.c. Call join once all members have written `process`, and leave before the control
- * area is unmapped. */
+/* Defined in shm_stuck.c. Call join after all members have written `process`. Call leave before the
+ * control area is unmapped. */
 void fsdpc_shm_stuck_join(fsdpc_shm *shm);
 void fsdpc_shm_stuck_leave(fsdpc_shm *shm);
 /* Wakes all ranks that wait for a change, although nothing has changed. */
@@ -155,8 +155,9 @@ void fsdpc_shm_ring(fsdpc_shm *shm);
 
 /* Defined in shm_wait.c. Writes a description of this rank's wait into the rank's slot. */
 void fsdpc_shm_note(fsdpc_shm *shm, const fsdpc_wait *what);
-/* Calls fsdpc_shm_interrupted. Waits after the rendezvous use it. An interrupt also aborts the group:
- * this rank's program may catch it and go on, and the other ranks would wait for calls that are skipped. */
+/* For waits after the rendezvous. Calls fsdpc_shm_interrupted. An interrupt also aborts the group: this
+ * rank's program may catch the interrupt and go on. Then the other ranks would wait for calls that are
+ * skipped. */
 int fsdpc_shm_end_interrupted(fsdpc_shm *shm, const fsdpc_wait *what);
 
 #endif

@@ -39,8 +39,8 @@
  * at count t use the same fallback.
  *
  *   PRIVATE  private memory in place of a slot. Other ranks see no change.
- *   OLDER    the present values of a peer that has not begun this pass and stands still before the pass. If
- *            the ranks run the same passes in the same order, the rank that is furthest behind waits for
+ *   OLDER    the present values of a peer that stands still and has not begun the waiter's pass. If all
+ *            ranks run the same passes in the same order, the rank that is furthest behind waits for
  *            memory only, so that rank has PRIVATE, and no rank uses OLDER.
  *   LEAVE    do not wait for ranks that are late in a forward. This rank may change its values afterwards.
  *            That is safe: a rank that is about to read these values has OLDER, which is used first.
@@ -62,8 +62,8 @@
 
 enum { WAITS = 1, CLOSED = 2, WAY_SHIFT = 2, COUNT_SHIFT = 4 };
 
-/* This process's segments: each wait and each change is published in all of them. A segment for which the
- * table has no entry left sees its own waits only. */
+/* This process's segments: each wait and each change is published in all of them. If the table is full, a
+ * further segment gets no entry: waits and changes in other segments are not published in it. */
 static struct {
     pthread_mutex_t lock;
     fsdpc_shm *of[FSDPC_SHM_GROUPS];
@@ -230,7 +230,7 @@ fsdpc_shm_read_changes(fsdpc_shm *shm, fsdpc_shm_view *view)
     pthread_mutex_unlock(&joined.lock);
 }
 
-/* Sets *count to the changes of `shm` as read into `view`. Returns false if `shm` joined after that. */
+/* Sets *count to the count of `shm` in `view`. Returns false if `shm` joined after `view` was read. */
 static bool
 changes_of(const fsdpc_shm *shm, const fsdpc_shm_view *view, uint64_t *count)
 {

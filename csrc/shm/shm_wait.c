@@ -268,8 +268,8 @@ fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missi
     for (int i = 0; i < count && i < STATES; i++) {
         append_state(shm, missing[i], states, sizeof states);
     }
-    /* If a rank has just given up, its error names the cause, so return that error and no timeout. `states`
-     * may say that this rank has left, but the rank gave up before it left. */
+    /* If another rank has just given up, its error names the cause, so return that error and no timeout.
+     * `states` may say that the other rank has left, but it gave up before it left. */
     FSDPC_TRY(fsdpc_shm_check(shm, what));
     if (fsdpc_shm_verdict(shm, true, causes, &count, more, sizeof more)) {
         /* If this rank is the cause, `more` says so; the list then names only the missing ranks. */

@@ -248,7 +248,7 @@ static const uint64_t pass_step = (uint64_t)1 << FSDPC_PASS_BITS,
 /* Ranks may run different numbers of forwards without gradients, and change their weights afterwards. So a
  * forward with gradients gets a number that no rank gives to a forward without gradients. Then the forward
  * uses no values that another rank gathered before such a change of weights. After 2^15 forwards with
- * gradients and no backward half of the numbers are used: then each forward takes the next number. */
+ * gradients and without a backward, half of the numbers are used. Then each forward takes the next number. */
 static uint64_t
 next_pass(uint64_t pass, bool grad)
 {

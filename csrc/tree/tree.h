@@ -3,10 +3,11 @@
  * The tree implements the order of events of a training step, independent of any language above it.
  * References are counted: a unit may be entered any number of times before a backward,
  * backward may run twice, a forward may run inside a backward (activation checkpointing), and a
- * pass that failed is cleaned up when the next one begins.
+ * pass that failed is cleaned up when the next pass begins.
  *
  *   forward_enter  gathers the unit, notes the order of units, prefetches the next unit
- *   forward_leave  releases the unit, or holds it if it is kept after forward, or inside a backward
+ *   forward_leave  releases the unit. If a backward may follow, the unit is held instead in two cases: the
+ *                  unit stays gathered after forward, or the forward runs inside a backward
  *   backward_enter gathers and holds the unit for backward, prefetches the unit before it in forward order
  *   backward_done  the unit's gradients are complete: its hold is dropped, its reduction becomes due
  *   next_due       returns which unit may be reduced now: in any order on shared memory, in one agreed order
@@ -25,7 +26,7 @@ enum fsdpc_prefetch { FSDPC_PREFETCH_NONE = 0, FSDPC_PREFETCH_PRE = 1, FSDPC_PRE
 typedef struct fsdpc_tree_options {
     enum fsdpc_prefetch backward_prefetch;
     bool forward_prefetch;
-    int gather_slots; /* slots per nesting level, >= 1; 0: the default, 2, or 3 over a wire */
+    int gather_slots; /* slots per nesting level, >= 1; 0: the default (2; 3 over a wire) */
     int reduce_slots; /* buffers for packed gradients per rank, >= 1; 0: the default, 2 */
     bool poison;
     bool trust_order; /* see fsdpc_exchange_plan */
@@ -49,8 +50,8 @@ int fsdpc_tree_begin_forward(fsdpc_tree *tree, bool grad);
 bool fsdpc_tree_compares(const fsdpc_tree *tree, bool grad);
 void fsdpc_tree_touch(fsdpc_tree *tree);
 /* Call this between passes when the ranks of a unit have met in a collective. Later passes get equal numbers
- * on all ranks again, and use no values that were gathered before the call. A no-op if units have different
- * ranks. */
+ * on all ranks again, and use no values that were gathered before the call. A no-op if not all units have
+ * the same ranks. */
 void fsdpc_tree_meet(fsdpc_tree *tree);
 /* Call this when the ranks of all units have met in a collective. Later passes get new numbers, even if no
  * forward has run since the last call. Fails with FSDPC_E_STATE after too many calls without a backward. */
@@ -58,7 +59,7 @@ int fsdpc_tree_meet_all(fsdpc_tree *tree);
 int fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit);
 /* `grad` is true if a backward may reach the outputs. */
 int fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad);
-/* Replaces forward_leave for a unit whose values other forwards of the pass read: the unit is held
+/* Call this in place of forward_leave if other forwards of the pass read the unit's values. The unit is held
  * until end_stay, until its backward is done, or until a pass without a backward ends. */
 int fsdpc_tree_forward_stay(fsdpc_tree *tree, int unit);
 int fsdpc_tree_end_stay(fsdpc_tree *tree, int unit);
@@ -89,9 +90,9 @@ int fsdpc_tree_drop_hold(fsdpc_tree *tree, int unit);
 int fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end);
 /* Reduces the unit that next_due has returned. */
 int fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
-/* With `hooked`, not the exchange but the caller sums this unit's gradients over the ranks: when next_due
- * returns the unit, call fsdpc_unit_take_sums, then set_reduced. was_reduced returns true if the unit was
- * reduced in this backward; later gradients of the unit are then kept until the backward ends. */
+/* With `hooked`, the caller sums this unit's gradients over the ranks, and the exchange does not. When
+ * next_due returns the unit, call fsdpc_unit_take_sums, then set_reduced. was_reduced returns true if the
+ * unit was reduced in this backward; later gradients of the unit are then kept until the backward ends. */
 void fsdpc_tree_set_hooked(fsdpc_tree *tree, int unit, bool hooked);
 bool fsdpc_tree_was_reduced(const fsdpc_tree *tree, int unit);
 void fsdpc_tree_set_reduced(fsdpc_tree *tree, int unit);
@@ -110,7 +111,7 @@ int fsdpc_tree_share_grads(fsdpc_tree *tree, uint8_t *units);
 int fsdpc_tree_make_room(fsdpc_tree *tree, int unit);
 bool fsdpc_tree_was_taken(const fsdpc_tree *tree, int unit);
 /* With steps_inside, after end_backward: sets *unit to the next offloaded unit that was not taken, in reverse
- * module order, or to -1. Host sync for that unit only, which counts as taken from then on. */
+ * module order, or to -1. The unit counts as taken from then on. Host sync for this unit only. */
 int fsdpc_tree_next_late(fsdpc_tree *tree, int *unit);
 /* Keeps gradients on this rank (no_sync). */
 int fsdpc_tree_keep_local(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);

@@ -139,8 +139,8 @@ awaits_turn(const struct fsdpc_node *node)
            !fsdpc_unit_withholds(node->unit) && goes_in_turn(node);
 }
 
-/* Returns the next unit to reduce in the one order that all ranks keep, or -1. That order is the
- * reverse forward order, followed by the units that did not run; for deferred reductions, module order. */
+/* Returns the next unit to reduce in the one order that all ranks keep, or -1. That order is the reverse
+ * forward order, followed by the units that did not run. Deferred reductions are made in module order. */
 static int
 next_in_turn(fsdpc_tree *tree, bool at_end)
 {
@@ -171,7 +171,7 @@ fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end)
     return tree->takes_turns ? next_in_turn(tree, at_end) : -1;
 }
 
-/* autograd runs the nodes that one thread has made in the reverse order of their creation. If the first
+/* If one thread has created all nodes, autograd runs them in reverse order of creation. If the first
  * forward of a unit began after the last forward of `next` had ended, all nodes of the unit have run when a
  * backward reaches the outputs of `next`. So parameters of the unit that have no gradient by then are unused,
  * and the unit can be reduced in its turn. Of several such units, returns the one that was entered first. */

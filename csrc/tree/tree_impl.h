@@ -18,7 +18,7 @@ struct fsdpc_node {
     int below;   /* if `open`: the open unit that was entered before this one, or -1 */
     uint64_t first,
         last;      /* when its first forward began and its last one ended, on `clock`; 0: never */
-    bool done;     /* its gradients were complete once in this backward */
+    bool done;     /* its gradients have been complete in this backward */
     bool complete; /* gradients are complete, reduction is due or waits for its turn */
     bool reduced;  /* its reduction was begun in this backward */
     bool taken;    /* its sum was taken before the end of this backward: see next_summed */

@@ -1,4 +1,4 @@
-/* Ranges and slots in host memory, and what they share with ranges and slots of a device. See arena.h. */
+/* Ranges and slots: code for host memory, and code that serves host memory and devices. See arena.h. */
 #include "unit/arena_impl.h"
 
 #include <errno.h>
@@ -261,8 +261,8 @@ map_spare(fsdpc_range *range)
     return FSDPC_OK;
 }
 
-/* Maps the range's slot behind the range, privately and read-only (see arena_write.c). In a forked child the
- * slots belong to the parent, so the range gets private memory in place of its slot. */
+/* Maps the memory of the range's slot at the range's addresses, privately and read-only (see arena_write.c).
+ * In a forked child the slots belong to the parent, so the range gets private memory in place of its slot. */
 static int
 show(fsdpc_arena *arena, fsdpc_range *range)
 {
@@ -303,7 +303,7 @@ fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot)
     }
     fsdpc_arena_watch_writes();
     range->written = false;
-    /* If an earlier arena left private memory behind the range, show() has replaced it. */
+    /* If an earlier arena left private memory mapped at the range, show() has replaced it. */
     range->spare = range->veiled = false;
     return FSDPC_OK;
 }

@@ -1,17 +1,17 @@
 /* Fixed addresses over shared slots.
  *
- * A range is an address that never changes: a unit's gathered parameters are always found there. A few slots
- * (memory in a file that can be mapped many times) are mapped behind the ranges. Several ranges may show the
- * same slot, and the exchange makes sure that only one of these ranges is in use at a time. When two units in
- * use need the same slot, private memory is mapped behind one range for a while (spare).
+ * A range consists of addresses that never change: a unit's gathered parameters are always found there. A
+ * slot is memory in a file that can be mapped many times. A few slots are mapped at the addresses of the
+ * ranges. Several ranges may show the same slot, and the exchange makes sure that only one of these ranges is
+ * in use at a time. If two units in use need the same slot, one of their ranges shows private memory for a
+ * while (spare).
  *
  *   range of unit 1  [=====]--.            .--[=====]  range of unit 3
  *   range of unit 2  [===]----+- slot 0  <-'
  *                             '- slot 1 (of unit 2)
  *
  * On a device without host memory (its memory is not the CPU's, see arena_device.c), slots are pieces of the
- * device's memory. Each slot also
- * has addresses of its own, which collectives use and register.
+ * device's memory. Each slot also has addresses of its own, which collectives use and register.
  *
  * With a shared segment the slots lie in the segment, and all ranks of the host see the same bytes. Without a
  * segment the slots lie in a private memfd. The arena never frees a range's addresses. It moves a range only
@@ -57,7 +57,7 @@ int fsdpc_arena_new(fsdpc_shm *shm, fsdpc_arena **out);
 /* Makes an arena with slots in the device's memory, for ranges of the same device. On a device with host
  * memory the call is the same as fsdpc_arena_new(NULL). */
 int fsdpc_arena_new_on(fsdpc_device *device, fsdpc_arena **out);
-/* Frees the arena. Its slots stay mapped behind ranges that still show them. NULL is allowed. */
+/* Frees the arena. Its slots stay mapped at ranges that still show them. NULL is allowed. */
 void fsdpc_arena_free(fsdpc_arena *arena);
 /* Makes a slot and sets *slot to its number. With a segment, all ranks must make the same calls. */
 int fsdpc_arena_add_slot(fsdpc_arena *arena, size_t bytes, int *slot);
@@ -69,15 +69,15 @@ void *fsdpc_arena_slot_address(const fsdpc_arena *arena, int slot);
 size_t fsdpc_arena_slot_bytes(const fsdpc_arena *arena, int slot);
 /* Returns the bytes of all slots. */
 size_t fsdpc_arena_bytes(const fsdpc_arena *arena);
-/* Return the bytes of private memory now mapped behind ranges, and how often such memory was mapped. */
+/* Return the bytes of private memory that ranges show now, and how often such memory was mapped. */
 size_t fsdpc_arena_spare_bytes(const fsdpc_arena *arena);
 uint64_t fsdpc_arena_spare_count(const fsdpc_arena *arena);
 
-/* Shows `slot` behind the range (slot bytes >= range bytes), in place of what an arena showed
- * there before. Must not be called while spare memory of this arena is mapped behind the range. */
+/* Maps the memory of `slot` at the range's addresses (slot bytes >= range bytes), in place of what an arena
+ * mapped there before. Must not be called while the range shows spare memory of this arena. */
 int fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot);
-/* fsdpc_arena_spare maps private zeroed memory behind the range (on a device, zeroed in the order of the
- * current stream). fsdpc_arena_restore maps the bound slot again. */
+/* fsdpc_arena_spare maps private zeroed memory at the range's addresses (on a device, zeroed in the order of
+ * the current stream). fsdpc_arena_restore maps the bound slot again. */
 int fsdpc_arena_spare(fsdpc_arena *arena, fsdpc_range *range);
 int fsdpc_arena_restore(fsdpc_arena *arena, fsdpc_range *range);
 
@@ -91,9 +91,9 @@ int fsdpc_arena_take_back(fsdpc_arena *arena, fsdpc_range *range, bool *changed)
  * range would end the program. */
 void fsdpc_arena_watch_writes(void);
 
-/* For debugging, in host memory only: maps private memory behind a range that is not in use, so that no
- * value of a slot can be read through the range while other units use the slot. The caller writes the
- * pattern. unveil maps the bound slot again. A second veil or unveil is a no-op. */
+/* For debugging, in host memory only: maps private memory at the addresses of a range that is not in use. So
+ * no value of a slot can be read through the range while other units use the slot. The caller fills the
+ * private memory with a pattern. unveil maps the bound slot again. A second veil or unveil is a no-op. */
 int fsdpc_arena_veil(fsdpc_range *range);
 int fsdpc_arena_unveil(fsdpc_arena *arena, fsdpc_range *range);
 

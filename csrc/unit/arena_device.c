@@ -1,8 +1,8 @@
 /* Ranges and slots in the memory of a device that the CPU does not see. See arena.h.
  *
- * A range consists of reserved addresses. A slot is a piece of memory that is mapped behind the ranges, and
- * also at addresses of its own. The slot's own addresses never change, so collectives register them once. A
- * piece stays in memory while a range shows it, even after the arena is freed. A piece is mapped as a whole:
+ * A range consists of reserved addresses. A slot is a piece of memory. It is mapped at addresses of ranges,
+ * and also at addresses of its own, which never change, so collectives register them once. The piece
+ * stays in memory while a range shows it, even after the arena is freed. A piece is mapped as a whole:
  * a range needs as many addresses as its slot has bytes. Binding gives the range these addresses. The range
  * moves only if the slot is larger than every piece that the range has shown so far.
  */
@@ -23,7 +23,7 @@ fsdpc_arena_device_range_init(fsdpc_device *device, fsdpc_range *range, size_t b
     return FSDPC_OK;
 }
 
-/* If the piece cannot be hidden, because work on it is still running, the addresses stay reserved. */
+/* If the piece cannot be unmapped, because work on it still runs, the addresses stay reserved. */
 void
 fsdpc_arena_device_range_fini(fsdpc_range *range)
 {

@@ -9,13 +9,14 @@
 
 typedef struct fsdpc_footprint_options {
     /* 0: the unit has no replicas. 1: the sum over replicas is made in place. n > 1: n replicas send each
-     * other shares of their sums, and need room for n shares behind the shard group's sum. */
+     * other shares of their sums, and need room for n shares after the shard group's sum. */
     int replicas;
     bool
         offload; /* master shard and shard gradient lie in another memory than the gathered values */
     bool foreign; /* the caller makes the gathered values, in memory of its own */
     int senders;  /* number of ranks that send gradients to this rank; 0: no rank sends any */
-    /* True on a GPU: `senders` counts only for coded gradients, and each receiver's codes also need room. */
+    /* True on a GPU: `senders` is used only if gradients are coded, and what is sent to each receiver also
+     * needs room. */
     bool to_all;
     size_t range_grain; /* size of a page of host memory, or the device's grain */
     size_t page_bytes;  /* of host memory */
@@ -31,7 +32,7 @@ typedef struct fsdpc_footprint {
     size_t partial_bytes;  /* sums over the shard group, with replicas; 0 without replicas */
     size_t local_bytes;    /* whole gradients kept by no_sync; allocated when first needed */
     size_t range_bytes;    /* gathered values, rounded up to range_grain; 0 if direct */
-    size_t reduce_bytes;   /* one rank's packed gradients, codes and landing pieces; whole pages */
+    size_t reduce_bytes;   /* one rank's packed gradients, codes and received pieces; whole pages */
     size_t coded_bytes; /* codes of all ranks' pieces of coded segments; 0: no segment is coded */
     /* What a gather receives: all ranks' pieces, in the form of codes for coded segments. */
     size_t gathered_bytes;
@@ -59,7 +60,7 @@ size_t fsdpc_footprint_lost(const fsdpc_layout *layout, size_t *offsets);
 typedef struct fsdpc_share {
     fsdpc_grad_run run;
     int64_t numel;
-    size_t offset, end; /* in the memory of one replica's shares */
+    size_t offset, end; /* bytes, from the start of one replica's shares */
 } fsdpc_share;
 /* Sets *share for the next run, or returns false if there is none. For *segment see fsdpc_layout_next_run. */
 bool fsdpc_footprint_next_share(const fsdpc_layout *layout, int replicas, int *segment,
@@ -72,13 +73,14 @@ fsdpc_footprint fsdpc_footprint_of(const fsdpc_layout *layout,
                                    const fsdpc_footprint_options *options);
 
 /* Returns how many slots the gradients of units that step in backward share (grad_slots.h): one per reduce
- * slot, because so many units can wait for their step. Without reduce slots a unit steps at once: one slot
- * is enough. A slot has `largest` bytes, the most grads_bytes of a unit. Returns 0 if the slots need as much
- * memory as `all`, the sum of the units' grads_bytes, or more: each unit then has its own gradient. */
+ * slot, because up to one unit per reduce slot can wait for its step. Without reduce slots a unit steps
+ * immediately: one slot is enough. A slot has `largest` bytes, the largest grads_bytes of all units. `all` is
+ * the sum of the units' grads_bytes. Returns 0 if the slots together need `all` bytes or more: then each unit
+ * has its own gradient. */
 int fsdpc_footprint_grad_slots(size_t largest, size_t all, int reduce_slots);
 
 /* Returns how many buffers for packed gradients a group of units has: `wanted`, or 0 if nothing is packed.
- * `largest` is the most reduce_bytes of a unit; `any_offload` says whether some unit is offloaded. */
+ * `largest` is the largest reduce_bytes of all units; `any_offload` says whether some unit is offloaded. */
 int fsdpc_footprint_reduce_slots(int world, bool any_offload, size_t largest, int wanted);
 
 #endif

@@ -222,7 +222,7 @@ fsdpc_grad_sum_apart(fsdpc_unit *unit, char *buffer, char *landing, fsdpc_landed
     return FSDPC_OK;
 }
 
-/* Sums one segment's piece in all `buffers`. The sums pass through `total`, which holds `most` elements. */
+/* Sums one segment's piece over all `buffers`, `most` elements at a time. `total` is room for these sums. */
 static int
 sum_piece(const fsdpc_unit *unit, const fsdpc_segment *seg, size_t at, const char *const *buffers,
           int count, char *into, void *total, int64_t most)

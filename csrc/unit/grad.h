@@ -40,12 +40,15 @@ void fsdpc_grad_drop_local(fsdpc_unit *unit, int param);
 /* Writes the sums of `grads` and `local` to a reduce buffer in the reduce dtype, and empties `local`; absent
  * gradients become zeros. Sets bits[i] to 1 if parameter i has a gradient, else 0. `grads` may be NULL. */
 int fsdpc_grad_pack(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits);
-/* Like fsdpc_grad_pack, for one rank: `buffer` is laid out like the shard gradient (accumulate dtype). */
+/* Like fsdpc_grad_pack, for a group of one rank. `buffer` is laid out like the shard gradient, in the
+ * accumulate dtype. */
 int fsdpc_grad_widen(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits);
-/* For one rank: sums gradients into the shard gradient (with replicas: `partial`), and sets their bits. */
+/* For a group of one rank: sums gradients into the shard gradient (with replicas: `partial`). Sets bits[i] to
+ * 1 if parameter i has a gradient. */
 int fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits);
-/* Divides this rank's pieces of a reduce buffer (with `wide`, of a buffer laid out like the shard gradient)
- * after the last sum. The pieces are added to the shard gradient or replace it (fsdpc_unit_set_add). */
+/* Call this after the last sum. Divides this rank's pieces in `buffer`, and adds them to the shard gradient
+ * or replaces the gradient with them (fsdpc_unit_set_add). `buffer` is a reduce buffer. With `wide` it is
+ * laid out like the shard gradient. */
 int fsdpc_grad_take_pieces(fsdpc_unit *unit, const void *buffer, bool wide);
 /* Calls fsdpc_grad_take_pieces on `partial`, and marks `partial` as empty. */
 int fsdpc_grad_take_partial(fsdpc_unit *unit);

@@ -5,7 +5,7 @@
  * parameter that no rank used has no gradient afterwards.
  *
  * Pack plans keep this layout: one for the reduce buffer, one for `local` (no_sync), some for the shard
- * gradient (one rank), one for summing reduced pieces. A plan adds to `local` or to the shard gradient.
+ * gradient (one rank), one for reduced pieces. A plan can add values of `local` or of the shard gradient.
  */
 #include <string.h>
 
@@ -17,7 +17,7 @@ struct fsdpc_grad_plans {
     fsdpc_pack_plan *send;   /* writes the sum of new gradients and `local` to a reduce buffer */
     fsdpc_pack_plan *keep;   /* adds new gradients to `local`; made when first needed */
     fsdpc_pack_plan *direct; /* one rank: adds gradients to the shard gradient */
-    fsdpc_pack_plan *wide;   /* one rank, offloaded: writes to a buffer like the shard gradient */
+    fsdpc_pack_plan *wide;   /* one rank, offloaded: to a buffer laid out like the shard gradient */
     fsdpc_pack_plan *sum;    /* several trainable segments: adds pieces to the shard gradient */
     fsdpc_pack_source *sources;
     int *order;   /* the trainable parameters in the order of their places, segment by segment */

@@ -6,8 +6,8 @@
  * for good.
  *
  * The sum into a slot runs after the pack of the gradients, which is queued on the new holder's stream. If
- * the last holder left the slot on that stream, its step was queued there before the pack. Only if the last
- * holder left the slot on another stream, the new holder's stream must wait for the event `left` of the slot.
+ * the last holder left the slot on that stream, its step was queued there before the pack. If the last holder
+ * left the slot on another stream, the new holder's stream must wait for the slot's event `left`.
  */
 #include "unit/grad_slots.h"
 
@@ -24,7 +24,7 @@ struct slot {
     fsdpc_event *left;        /* recorded after the work of the last holder */
     fsdpc_stream *stream;     /* on which `left` was recorded */
     uint64_t capture;         /* the capture in which `left` was recorded; 0: in none */
-    bool used;                /* true once `left` was recorded */
+    bool used;                /* true if `left` was ever recorded */
 };
 
 struct fsdpc_grad_slots {
@@ -34,7 +34,7 @@ struct fsdpc_grad_slots {
     size_t bytes;
 };
 
-/* Lets `grad` point at slot `at`, and `grad_out`, if the unit has one, at the memory behind the sums. */
+/* Points `grad` at slot `at`. If the unit has a `grad_out`, points that at the memory after `grad`. */
 static void
 point_at(fsdpc_unit *unit, int at)
 {

@@ -1,9 +1,9 @@
 /* A few slots of memory for the shard gradients of units that are stepped in backward. The units use the
  * slots in turn, so that not every unit needs its own memory.
  *
- * A unit holds a slot from fsdpc_unit_take_slot, before its gradient is written, until
- * fsdpc_unit_leave_slot, when the work that reads the gradient is queued. What the next
- * holder queues on its current stream runs after that work.
+ * A unit takes a slot (fsdpc_unit_take_slot) before its gradient is written. It leaves the slot
+ * (fsdpc_unit_leave_slot) after the work that reads the gradient was queued. What the next holder queues on
+ * its current stream runs after that work.
  */
 #ifndef FSDPC_GRAD_SLOTS_H
 #define FSDPC_GRAD_SLOTS_H

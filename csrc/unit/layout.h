@@ -4,9 +4,9 @@
  * rank r. There are two kinds of segments, and a unit may have both:
  *
  * Flat: all parameters without rows (row_numel 0) that have equal (storage, compute, reduce dtype,
- * trainable). They lie end to end in the order given, each starting at an `align_bytes` boundary of every
- * dtype that a parameter may have. Pieces are multiples of `align_bytes` in every dtype. A cut may go through
- * a parameter.
+ * trainable). They lie end to end in the order given. Each starts at an offset that is a multiple of
+ * `align_bytes` in every dtype that a parameter may have. Pieces are multiples of `align_bytes` in every
+ * dtype. A cut may go through a parameter.
  *
  *   full (gathered) buffer, compute dtype      rank 1's shard, storage dtype
  *   | seg 0: p0 p1 | p1 p2 . | seg 1: p3 . |   | seg 0 piece 1 | seg 1 piece 1 |
@@ -62,7 +62,7 @@ typedef struct fsdpc_segment {
     int64_t row_numel;        /* > 0: by rows; 0: flat */
     fsdpc_codec codec;        /* by rows: how gathered values are coded in every exchange */
     size_t coded_bytes;       /* bytes of a coded piece; 0: pieces travel in the compute dtype */
-    fsdpc_codec reduce_codec; /* by rows: how pieces of gradients travel between ranks that send */
+    fsdpc_codec reduce_codec; /* by rows: how gradients are coded if ranks send them as pieces */
     size_t reduce_coded_bytes; /* bytes of a coded piece; 0: pieces travel in the reduce dtype */
     bool feedback;             /* the sender keeps the error of coding its gradients */
     int64_t piece_numel;       /* elements of one rank's piece; world * piece_numel >= numel */

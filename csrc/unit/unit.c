@@ -11,8 +11,8 @@
 #include "unit/grad_slots.h"
 #include "unit/unit_impl.h"
 
-/* Maps the master shards of all ranks, side by side in the segment: a peer can cast the piece of a late rank,
- * so that a gather waits for no other rank (see exchange_shared_gather.c). */
+/* Maps the master shards of all ranks, side by side in the segment. So a peer can cast the piece of a late
+ * rank, and a gather waits for no other rank (see exchange_shared_gather.c). */
 static int
 map_shared_masters(fsdpc_unit *unit, fsdpc_shm *shm)
 {

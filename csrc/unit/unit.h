@@ -62,7 +62,8 @@ int fsdpc_unit_rank(const fsdpc_unit *unit);
 void *fsdpc_unit_master(const fsdpc_unit *unit);
 void *fsdpc_unit_grad(const fsdpc_unit *unit);
 void *fsdpc_unit_full(const fsdpc_unit *unit);
-/* Return the address of this rank's part of a parameter, or of the gradient that the optimizer sees. */
+/* Return the address of this rank's part of a parameter's master values, or of the parameter's gradient that
+ * the optimizer sees. *length is set to the number of elements of the part. */
 void *fsdpc_unit_master_part(const fsdpc_unit *unit, int param, int64_t *length);
 void *fsdpc_unit_grad_part(const fsdpc_unit *unit, int param, int64_t *length);
 /* Notes a digest of each trainable parameter's values in the master shard, over all elements (`whole`) or
@@ -150,8 +151,9 @@ int fsdpc_unit_take_grad(fsdpc_unit *unit, int param, const void *values, fsdpc_
  * to the shard gradient or replace it (fsdpc_unit_set_add). sums[s] is this rank's piece of segment s,
  * contiguous, of any floating dtype; entries of frozen segments are not read. */
 int fsdpc_unit_take_sums(fsdpc_unit *unit, const fsdpc_tensor *sums);
-/* Collective over the units' replicas: sums all replicas' shard group sums into the shard gradients. First
- * the replicas exchange the used bits (fsdpc_unit_used). For a unit that no rank ran, nothing else is sent.
+/* Collective over the units' replicas: adds up all replicas' sums over their shard groups, and takes the
+ * result into the shard gradients. First the replicas exchange the used bits (fsdpc_unit_used). For a unit
+ * that no rank ran, nothing else is sent.
  * Skips units without replicas, and units on a device that queues: their exchange sums over replicas. */
 int fsdpc_unit_reduce_replicas(fsdpc_unit **units, int count);
 /* may_swap returns true if the sum over the shard group, once complete, can be sent to other replicas before
@@ -201,8 +203,8 @@ void fsdpc_unit_set_hooked(fsdpc_unit *unit, bool hooked);
  * (no_sync). All ranks must set the same value before a backward. */
 bool fsdpc_unit_withholds(const fsdpc_unit *unit);
 void fsdpc_unit_set_withholds(fsdpc_unit *unit, bool withholds);
-/* True if gradients of this rank are kept locally until they are sent (no_sync, or later gradients of a unit
- * that was sent in this backward). */
+/* True if gradients of this rank are kept locally until they are sent: those of no_sync, and those that
+ * follow after the unit's gradients were sent in this backward. */
 bool fsdpc_unit_has_local(const fsdpc_unit *unit);
 /* True if there are local gradients that an exchange sends at the end of a backward. */
 bool fsdpc_unit_sends_local(const fsdpc_unit *unit);

@@ -68,7 +68,7 @@ struct fsdpc_unit {
     struct fsdpc_grad_slots *slots;
     int slot;
     /* The sum over the shard group that must still be summed over replicas; NULL without replicas. If sums
-     * travel in the background, the replicas' shares lie behind this sum (fsdpc_footprint_shares). */
+     * travel in the background, the replicas' shares lie after this sum (fsdpc_footprint_shares). */
     void *partial;
     struct fsdpc_swap swap;
     /* Whole gradients accumulated without communication (no_sync), accumulate dtype, or NULL. */
@@ -124,7 +124,7 @@ void fsdpc_unit_free_partial(fsdpc_unit *unit);
 /* The destination of the sum over the shard group: the shard gradient, or with replicas `partial`. */
 struct fsdpc_grad_target {
     void *sum;
-    bool *add;    /* the next sum is added to what `sum` holds; true after a first sum */
+    bool *add;    /* *add: the next sum is added to what `sum` holds; true after a first sum */
     double scale; /* [Note: divided once] */
 };
 struct fsdpc_grad_target fsdpc_grad_target(fsdpc_unit *unit);

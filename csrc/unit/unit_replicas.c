@@ -6,7 +6,7 @@
  * shard group have reduced the unit. Replicas may run units in different orders, so flights are matched by
  * key. In the backward no replica waits for another: the second flight begins only if the first has arrived.
  * At the end each replica sends one message: which parameters got a gradient, which units were swapped, and
- * which sums a second gradient has changed since. Changed sums are swapped once more, so the values do not
+ * which sums have changed since their swap began. Changed sums are swapped once more, so the values do not
  * depend on timing. Without flights, each unit's sum is a blocking collective after that message.
  */
 #include <stdio.h>
@@ -60,7 +60,7 @@ name_swap(const fsdpc_unit *unit, char what[WHAT_BYTES])
     snprintf(what, WHAT_BYTES, "sum over replicas of unit %s", unit->name);
 }
 
-/* Returns a replica's shares, which lie behind the sum over the shard group. */
+/* Returns a replica's shares, which lie after the sum over the shard group. */
 static char *
 shares_of(const fsdpc_unit *unit, int replica, size_t *bytes)
 {
@@ -95,7 +95,7 @@ land(fsdpc_unit *unit)
     return status;
 }
 
-/* Begins the first flight. The other replicas' sums of this replica's share land where the shares begin. */
+/* Begins the first flight. The other replicas send this replica's share; it lands where the shares begin. */
 static int
 begin_scatter(fsdpc_unit *unit)
 {
@@ -218,7 +218,7 @@ void
 fsdpc_unit_free_partial(fsdpc_unit *unit)
 {
     unit->swap.lost = !fsdpc_flight_free(unit->swap.flight) || unit->swap.lost;
-    /* Other replicas may still send into `partial`, if a flight was lost. */
+    /* If a flight was lost, other replicas may still send into `partial`, so `partial` is not freed. */
     if (!unit->swap.lost && !fsdpc_comm_has_lost(unit->replicate)) {
         fsdpc_device_free(unit->device, unit->partial, unit->footprint.partial_bytes);
     }

@@ -286,7 +286,7 @@ fsdpc_unit_read_blocks(fsdpc_unit *unit, const int64_t *block, void *const *data
     return status;
 }
 
-/* Copies those elements of `from`, a part of `param`, that rank `r` owns to that rank's master shard. */
+/* `from` is a part of `param`. Copies its elements that rank `r` owns into the master shard of rank `r`. */
 static int
 copy_in(const fsdpc_unit *unit, int param, int r, part from, enum fsdpc_memory_kind place)
 {

@@ -44,7 +44,7 @@ def _someone_holds_nothing(tensor: DTensor) -> bool:
 def largest(tensors: Sequence[Any]) -> Tensor:
     """Return the largest |x| of all elements of the DTensors, or NaN if an element is NaN.
 
-    The result is 0-dim and has its value on every rank: it is a replicated DTensor if all DTensors
+    The result is 0-dim and equal on every rank: it is a replicated DTensor if all DTensors
     have one mesh, else a plain tensor. Collective over the DTensors' meshes.
     """
     meshes = by_mesh(tensors)

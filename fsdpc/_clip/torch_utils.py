@@ -44,7 +44,7 @@ _units: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictiona
 
 
 def watch(unit: Any) -> None:
-    """Let torch's norm functions detect the tensors of ``unit`` while the unit exists. Local."""
+    """Let torch's norm functions detect the tensors of ``unit`` as long as it exists. Local."""
     grads = [grad for _, grad, _ in unit.optim_params if grad is not None]
     _units[unit] = {id(grad): grad.data_ptr() for grad in grads}
     install()

@@ -64,7 +64,7 @@ class Process:
     """A process. The start time distinguishes it from later processes with the same number."""
 
     pid: int
-    started: int  # start time in clock ticks after boot; 0: not on this host, or already ended
+    started: int  # in clock ticks after boot; 0: the process is not on this host or has ended
 
     @staticmethod
     def find(pid: int) -> Process:
@@ -148,7 +148,7 @@ def read_board(descriptor: int) -> tuple[str, float, str]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of ``/proc/PID/stat``, beginning with the process's state, or None."""
+    """Return the fields of ``/proc/PID/stat`` from the process's state on; None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()

@@ -7,14 +7,16 @@ also share memory. A group of one rank does not communicate ("self"). GPUs use N
 ``nccl.py``), whatever the group's backend is. A communicator is kept as long as torch keeps the
 group.
 
-Environment variables, read on every rank when a group is first used; all ranks need equal values:
+Environment variables, read on every rank when a group is first used. Their values must be equal on
+all ranks, except those of ``FSDPC_HOST`` and ``FSDPC_STALL``:
 
 ``FSDPC_COLLECTIVES``  ``auto`` (default), ``shm``, ``wire``, ``c10d`` or ``nccl``. With ``c10d``
                        every collective blocks, and torch's own counters, hooks and flight recorder
                        see it; ``wire`` is what ``auto`` chooses for several hosts. On the CPU
-                       all values but ``nccl`` are allowed. On GPUs ``auto`` means ``nccl``; the
+                       all values but ``nccl`` are allowed. On GPUs ``auto`` means ``nccl``. The
                        other values stage data through host memory, with host syncs in each
-                       collective, for several ranks on one GPU or machines without NCCL.
+                       collective. They are for machines without NCCL, and for several ranks on one
+                       GPU.
 ``FSDPC_TIMEOUT``      seconds that a rank waits for other ranks, for its own GPU and for its other
                        threads (torch's own collectives have torch's timeout); by default 600, or
                        0.9 of the default group's own timeout if that is less.
@@ -66,12 +68,12 @@ from fsdpc._torch import group_timeouts
 
 KINDS = ("auto", "shm", "wire", "c10d", "nccl")
 
-# For each group its communicators, by the number of this rank's GPU (None: the CPU).
+# Maps each group to {number of this rank's GPU, or None for the CPU: the group's communicator}.
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, _C.Comm]] = (
     weakref.WeakKeyDictionary()
 )
 _wanted: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-# The object that reports stalls of each communicator's ranks.
+# Maps each communicator to the object that reports stalls of the communicator's ranks.
 _followed: weakref.WeakKeyDictionary[_C.Comm, _verdict.Group] = weakref.WeakKeyDictionary()
 _live: weakref.WeakSet[_C.Comm] = weakref.WeakSet()
 
@@ -216,8 +218,8 @@ def set_collectives(kind: str, *, trust_order: bool = False) -> None:
 
 
 def trust_order() -> bool:
-    """Whether ranks trust that their collectives have one order, and do not compare it. This is
-    read when a tree is made.
+    """Whether ranks do not check that their collectives have the same order
+    (``FSDPC_TRUST_ORDER``). The function is called when a tree is made.
     """
     return os.environ.get("FSDPC_TRUST_ORDER") == "1"
 
@@ -279,8 +281,8 @@ class _Offer:
     host: str
     pid: str
     name: str
-    # Errors of this rank: a refusal fails all ranks, an obstacle fails them only if the group is to
-    # use shared memory.
+    # Texts of this rank's errors, or "". A refusal makes all ranks raise. An obstacle makes all
+    # ranks raise only if the group's communicator is to be "shm".
     refusal: str = ""
     obstacle: str = ""
 
@@ -377,8 +379,8 @@ def _channel_of(pg: dist.ProcessGroup, name: str, timeout: float) -> Channel | N
 def _offer(kind: str | None, world: int) -> tuple[_Offer, Exception | None]:
     """Return this rank's offer, and this rank's error, if there is one.
 
-    The offer contains the error's text. The other ranks receive this text in the collective;
-    without the offer they would wait there until the deadline.
+    The offer contains the error's text. A rank with an error must send its offer, too: otherwise
+    the other ranks, which wait for all offers, would wait until the deadline.
     """
     pid, name = str(os.getpid()), uuid.uuid4().hex
     try:
@@ -533,8 +535,8 @@ def _abort(error: BaseException) -> None:
     text = _last_words(error)
     write_error_file(error)
     _nccl.publish(text)
-    # A rank that fails because of another rank publishes nothing to ``wires``. A report of a rank's
-    # death is published, because this rank may be the first to report the death.
+    # If this rank fails because of another rank, it publishes its error to ``wires`` only if the
+    # error reports a rank's death: this rank may be the first to report the death.
     cause = not follows(error) or " died while " in text
     for wire in list(wires) if cause and _prepared_pid == os.getpid() else []:
         wire.publish(text)

@@ -201,7 +201,7 @@ class Channel:
                 )
 
     def _absent(self, keys: list[str], first: int = 0) -> list[int]:
-        """Return the ranks whose keys are missing. Bisection is fast, as few keys are missing."""
+        """Return the ranks whose keys are missing. Bisection is fast if only few are missing."""
         if self._store.check(keys):
             return []
         half = len(keys) // 2
@@ -262,7 +262,9 @@ class Channel:
             pass
 
     def _parallel(self, timeout: timedelta | None = None) -> Any:
-        """Open a second connection to the store, within ``timeout`` or the store's own timeout."""
+        """Open a second connection to the store, within ``timeout`` (None: the store's timeout).
+        Return ``self._store`` if the store allows no second connection.
+        """
         clone = getattr(self._store, "clone", None)
         if clone is None:
             return self._store

@@ -41,7 +41,7 @@ _LOST = (*_LATE, "closed", "reset by peer", "broken pipe", "refused")
 # The tag of the trial in _sends_in_background; comm_flight.c has the tags of all other messages.
 _TRIAL_TAG = (1 << 30) - 2
 # All in seconds. _LONGEST_PAUSE_S: the longest pause between two checks of the watching thread.
-# _SPARE_S: how much longer a rank waits for the table than for the hosts' answers.
+# _SPARE_S: how much longer a rank waits for the table of a stall than for the hosts' answers.
 # _REASON_S: how long a rank waits for another rank to publish why a connection has ended.
 # _SILENCE_S: a store that has not answered for this long counts as gone.
 _LONGEST_PAUSE_S, _SPARE_S, _REASON_S, _SILENCE_S = 1.0, 1.0, 0.7, 1.0
@@ -78,8 +78,8 @@ class Collectives:
         # as the store's timeout.
         self._asking = channel.for_watching() if channel else None
         self.stalls: _verdict.Group | Hosts | None = None
-        # Transfers that were given up. They are kept only until the group fails, because then the
-        # connections must end.
+        # Transfers that were given up. They are kept until the group fails. Then they are dropped,
+        # because the connections must end.
         self._given_up: Transfers = []
         self._broken = False
         self._late: list[int] = []  # the ranks for which a wait of this rank timed out, if known
@@ -332,10 +332,11 @@ class Hosts:
         return time.monotonic() - self._polls_since < _SILENCE_S
 
     def verdict(self, gives_up: bool, late: list[int]) -> tuple[list[int], str] | None:
-        """Return the latest table of this wait as (ranks that are the cause, text), or None.
+        """Return the latest table of the current wait as (ranks that are the cause, text).
 
-        If the rank gives up and there is no table yet, the rank waits a few seconds for one. If the
-        store does not answer, the rank gets a table of this host's ranks.
+        If there is no table yet and ``gives_up`` is false, return None. If ``gives_up`` is true,
+        wait a few seconds for a missing table. If none comes, or if the store does not answer,
+        return a table of this host's ranks.
         """
         if not gives_up:
             return self._stall.verdict

@@ -1,5 +1,6 @@
-"""Waits in another library's code that Ctrl-C can interrupt. The library's call runs in a separate
-thread. Only the main thread runs Python's signal handlers; it sleeps until the call has ended.
+"""Blocking calls of another library, made so that Ctrl-C can interrupt the wait. The call runs in a
+separate thread. The main thread, which alone runs Python's signal handlers, sleeps until the call
+has ended.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ PATIENCE_S = 5.0  # how long to wait for the end of a call that was told to end
 
 
 class _Waiter:
-    """A thread that makes one call at a time. Two locks signal its begin and end, in 20 us."""
+    """A thread that makes one call at a time. Two locks signal a call's begin and end, in 20 us."""
 
     def __init__(self) -> None:
         self._begin, self._end = threading.Lock(), threading.Lock()
@@ -62,9 +63,9 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def run(call: Callable[[], None], cut: Callable[[], None]) -> None:
-    """Return or raise as ``call()`` does. If a signal handler raises meanwhile, call ``cut()``,
-    which must make ``call`` end soon, and raise the handler's exception. Other threads than the
-    main thread run ``call`` directly, because they run no signal handlers.
+    """Run ``call()``, and raise its exception if it raises one. If a signal handler raises
+    meanwhile, run ``cut()`` and raise the handler's exception. ``cut`` must make ``call`` end soon.
+    Other threads than the main thread run ``call`` directly, because they run no signal handlers.
     """
     global _waiter
     if threading.current_thread() is not threading.main_thread():

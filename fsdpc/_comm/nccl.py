@@ -1,8 +1,8 @@
 """Communicators of GPUs: the rendezvous of their ranks, and the thread that watches the ranks.
 
 The ranks meet through the process group's store, into which rank 0 writes NCCL's ids. Afterwards a
-thread of each process checks whether another rank has failed or died, and then ends the waits of
-its own rank, because NCCL would wait until the deadline.
+thread of each process checks whether another rank has failed or died. If so, the thread ends the
+waits of its own rank, because NCCL would wait until the deadline.
 """
 
 from __future__ import annotations
@@ -148,7 +148,9 @@ def held_bytes(comm: _C.Comm) -> int:
 
 
 def _sharing(everyone: list[_Hello]) -> str:
-    """Return a text to append to an error message if ranks share a GPU, else ""."""
+    """Return a text for the end of an error message if ranks share a GPU and NCCL is older than
+    2.30, else "".
+    """
     version = everyone[0].settings[_VERSION]
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= (2, 30):
         return ""
@@ -216,7 +218,7 @@ class _Watched:
             if location.host == locations[channel.rank].host and rank != channel.rank:
                 try:
                     self.peers[os.pidfd_open(location.pid)] = (rank, location.pid)
-                except OSError:  # not permitted, or already dead: the wait's deadline will notice
+                except OSError:  # not permitted, or already dead: the deadline of a wait detects it
                     continue
 
     def died(self, descriptor: int) -> None:

@@ -81,7 +81,7 @@ def broadcast(comm: Any, value: Any, what: str) -> Any:
 
 
 def _packed(value: Any) -> tuple[bytes, TypeError | None]:
-    """Return the bytes to send, and None or the error that the value is not plain.
+    """Return the bytes to send, and a ``TypeError`` if the value is not plain, else None.
 
     A rank with an error sends the error's text, because the other ranks wait for bytes in any case.
     """

@@ -32,11 +32,11 @@ _NUMPY_KINDS = "biufc"
 
 @dataclass(frozen=True)
 class Outline:
-    """A placeholder for a tensor that has dimensions; the tensor's elements are sent separately."""
+    """A placeholder for a tensor that is not 0-dim. The tensor's elements are sent separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    index: int = -1  # the number of the tensor, if the receiver needs it
+    index: int = -1  # the number of the tensor; -1: the receiver needs no number
 
     @property
     def numel(self) -> int:
@@ -148,7 +148,7 @@ _WRITERS: dict[type, Callable[[_Writer, Any, str, int], Any]] = {
 
 
 def decode(data: bytes) -> Any:
-    """Return the value that ``encode`` made into ``data``. ``Malformed`` for other bytes."""
+    """Return the value from which ``encode`` made ``data``. ``Malformed`` for other bytes."""
     try:
         magic, length = _HEAD.unpack_from(data)
         if magic != _MAGIC or length > len(data) - _HEAD.size:

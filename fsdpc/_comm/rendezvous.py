@@ -1,8 +1,9 @@
 """A rendezvous before calls that a program may make on some ranks only; comparison of models.
 
-If a communicator ``names_absentees``, its waits have a deadline and their errors name the missing
-ranks. Over a wire, waits are the backend's: they end late or never, and name no rank. In that case
-each rank first sets a key in the group's store, so that all ranks see which keys are missing.
+If a communicator's ``names_absentees`` is true, its waits have a deadline and their errors name the
+missing ranks. Over a wire, the backend waits. Its waits end late or never, and name no rank. In
+that case each rank first sets a key in the group's store, so that all ranks see which keys are
+missing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def rendezvous(groups: Groups, text: str, what: str, nameless: str | None = None
     ``text``) over the ranks as ``agree_on_model`` does. Collective.
 
     ``CommTimeout`` names the ranks that are missing after ``FSDPC_TIMEOUT``. ``MismatchError``
-    quotes a rank whose ``text`` differs. Both errors contain ``what``.
+    quotes the ``text`` of a rank that differs. Both errors contain ``what``.
     """
     if not groups.shard.names_absentees and groups.shard_pg is not None:
         _sign_in(groups.shard_pg, what)

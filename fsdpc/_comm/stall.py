@@ -74,7 +74,7 @@ class Stall:
         }
         self._question = 0  # the number of the last query that this rank has read
         self._asks_at = 0.0  # the next query starts after this many seconds of waiting
-        # The end of the wait for rows; set if this rank started the query.
+        # When the wait for the hosts' rows ends; None if this rank did not start the query.
         self._collects_until: float | None = None
         self._report_until = 0.0  # the time until which the query's report may come
         self._urgent = False

@@ -181,8 +181,8 @@ class Group:
 
 
 def statuses(members: Mapping[int, Process]) -> list[Row]:
-    """Return the rows of these ranks, whose processes are all on this host. The status of up to 16
-    processes is read at a time, so that the waits for them overlap. Local.
+    """Return a row of the table for each rank in ``members``. All processes are on this host. The
+    status of up to 16 processes is read at a time, so that the waits for them overlap. Local.
     """
     rows: dict[int, Row] = {}
 
@@ -257,8 +257,8 @@ def follow_remote(poller: Any, pause: float) -> None:
 
 
 def follow_segment(name: str, hosts: Any) -> None:
-    """If a wait in the shared-memory segment ``name`` fails, add the table that ``hosts.verdict``
-    returns to the error. This ends when ``hosts`` is deleted.
+    """Until ``hosts`` is deleted, ask ``hosts.verdict`` for a table when a wait in shared-memory
+    segment ``name`` fails. The wait's error gets this table.
     """
     _segments[name] = hosts
     _C.set_stalls(read_stall(), _Reports())
@@ -270,7 +270,7 @@ def wake() -> None:
 
 
 def waited() -> float:
-    """Return the seconds that this process has waited for other ranks; 0.0 if it does not wait."""
+    """Return how many seconds this process has been waiting for other ranks; 0.0 if it does not."""
     descriptor, _ = _C.board_open()
     waits, since, _ = board.read_board(descriptor)
     return since if waits else 0.0

@@ -36,9 +36,9 @@ def known(kind: type) -> bool:
 
 
 def instead(kind: type) -> str | None:
-    """Return the class of ``fsdpc.optim`` whose name is a part of the name of ``kind``, or None.
+    """Return the name of the class in ``fsdpc.optim`` that is part of the name of ``kind``.
 
-    Local.
+    None if there is no such class. Local.
     """
     name = kind.__name__.lower().replace("_", "")
     return next((ours for ours in _OURS if ours.lower() in name), None)

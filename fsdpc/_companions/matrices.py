@@ -45,7 +45,7 @@ def is_matrix(name: str, shape: Sequence[int]) -> bool | None:
 
 
 class Matrix(NamedTuple):
-    """Rows of a parameter that one rank has in full for a step.
+    """A range of rows of a parameter. For a step, one rank has these rows in full.
 
     ``begin`` is the index of the rows' first element in the whole parameter. The rows consist of
     one or several matrices side by side, each orthogonalised separately; ``widths`` are the numbers
@@ -80,8 +80,8 @@ def deal(
     has most of its elements, among the ranks whose load stays within a limit. The limit is the mean
     load, or the work of the largest matrix if that is more. If no rank stays within the limit, the
     matrix goes to the rank with the least load. With ``holders``, only ranks that have elements of
-    a matrix may own it, and matrices that fewer ranks have are assigned first. ``kept[i]`` is the
-    owner of matrix i if this owner must not change, else None.
+    a matrix may own it, and the matrices that the fewest ranks have come first in the assignment.
+    ``kept[i]`` is the owner of matrix i if this owner must not change, else None.
     """
     owners = [0 if owner is None else owner for owner in kept or [None] * len(work)]
     loads = np.zeros(world, dtype=np.float64)
@@ -106,9 +106,9 @@ def deal(
 def rounds_of(
     work: Sequence[int], numels: Sequence[int], owners: Sequence[int], world: int, most: int
 ) -> list[int]:
-    """Return the round in which each matrix is gathered by its owner. There are as many rounds as
-    the owner with the most elements needs if it gathers ``most`` elements in each round. The rounds
-    of the owner with the most work have about equal work.
+    """Return the round in which each matrix is gathered by its owner. The number of rounds is the
+    largest number of elements of an owner, divided by ``most`` and rounded up. The rounds of the
+    owner with the largest work have about equal work.
     """
     elements, loads = [0] * world, [0] * world
     for owner, numel, cost in zip(owners, numels, work, strict=True):

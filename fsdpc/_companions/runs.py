@@ -38,11 +38,12 @@ from fsdpc._engine.writeback import owner_of
 
 _CLASSES = (torch.optim.Adam, torch.optim.AdamW)
 _DTYPES = (torch.float32, torch.float64)
-_LONGEST = 32767  # the most elements of a run: torch's loops divide longer tensors among threads
-_WIDEST = 512  # the most bytes of padding between two parameters of a run
-_SMALLEST_EPS = 1e-30  # the least eps with runs: a step divides the zeros of the padding by eps
-_MOVES = 8  # how often the same states are moved at most: a program may undo each move
-_PATIENCE = 8  # after so many failed plans in a row, only one step in 8 makes a plan
+_LONGEST = 32767  # largest size of a run in elements: torch divides longer tensors among threads
+_WIDEST = 512  # two neighbours in a run have at most this many bytes of padding between them
+# Steps with a smaller eps have no runs: a step divides the zeros of the padding by eps.
+_SMALLEST_EPS = 1e-30
+_MOVES = 8  # the same states are moved at most this often: a program may undo each move
+_PATIENCE = 8  # after 8 failed plans in a row, only one step in 8 makes a plan
 _grad_of = attrgetter("grad")
 
 
@@ -113,7 +114,9 @@ def _options(optimizer: Any, group: dict[str, Any]) -> tuple[bool, ...] | None:
 
 
 class _Collected:
-    """The tensors of a group's step: an entry for each parameter with a gradient, in order."""
+    """The tensors of a parameter group's step. Each list has one entry for each parameter with a
+    gradient, in the group's order.
+    """
 
     def __init__(self, params: list[Any], grads: list[Any], states: list[Any]) -> None:
         self.lists = [params, grads, *map(list, zip(*states, strict=True))]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 BLOCK = 256  # the number of elements that share a scale
 MIN_BYTES = 1 << 20  # the smallest tensor that is offloaded
-# The most unfinished copies to the host. After one more copy is queued, torch's stream waits for
-# the oldest copy.
+# How many copies to the host may be unfinished. After one more copy is queued, torch's stream waits
+# for the oldest copy.
 HELD = 4
 AHEAD = 3  # how many tensors are copied back to the GPU before backward needs them
 _GRAIN = 1 << 12
@@ -34,9 +34,8 @@ class Away(NamedTuple):
 
     ``stay``: tensors that are not copied. ``copied``: tensors that are copied to the host.
     ``pinned``: the host memory for the copies. ``resident``: the last tensors, which are in both
-    memories until backward. ``moving``: the most GPU memory that copied tensors have during forward
-    and during backward. These tensors are the tensor in use and the tensors whose copies are
-    unfinished.
+    memories until backward. ``moving``: the peak of the GPU memory of copied tensors during forward
+    and backward, namely of the tensor in use and of the tensors whose copies are unfinished.
     """
 
     stay: int

@@ -1,9 +1,10 @@
 """Tables of spans, and blocks of elements.
 
-A table is an int64 array whose rows are spans of one tensor: ranges of its elements, with their
-places in a memory (``_spans/span.py``). A block is a fixed number of consecutive elements of a
-whole tensor that share one value, such as a scale; the last block may be shorter. Blocks are
-counted from the begin of the whole tensor, so two ranks may hold elements of the same block.
+A table is an int64 array whose rows are spans of one tensor: (first element in the tensor, its
+position in a memory, number of elements), see ``_spans/span.py``. A block is a fixed number of
+consecutive elements of a whole tensor that share one value, such as a scale; the last block may be
+shorter. Blocks are counted from the begin of the whole tensor, so two ranks may hold elements of
+the same block.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ def clip(spans: np.ndarray, low: int, high: int) -> np.ndarray:
 
 
 def block_spans(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
-    """Return the spans of a rectangular block of a tensor. The memory has only this block."""
+    """Return the spans of a rectangular block of a tensor. Their memory has only this block."""
     if not shape or math.prod(sizes) == 0:
         return whole_span(math.prod(sizes))
-    # The block has the last dimensions in full. They and the dimension before them make one span.
+    # The block may have some last dimensions in full. A span extends over these dimensions and the
+    # dimension before them.
     last = len(shape) - 1
     while last > 0 and sizes[last] == shape[last]:
         last -= 1
@@ -105,7 +107,7 @@ def touched(span: Any, length: int) -> range:
 
 
 def begun(spans: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return two tables of spans over the values of the blocks that a span touches.
+    """Return two tables with the values of the blocks that a span touches: one value per block.
 
     The values lie in a memory in the order of the blocks. The first table has the blocks that begin
     inside the span. The second table has the block that begins before the span, if there is such a

@@ -14,7 +14,7 @@ BUFFERS = 3  # for states on a disk: at a time one is read, one is stepped and o
 STAGES = 2  # buffers on the GPU for states in host memory: one is filled, one is stepped
 ALIGN = 64  # alignment in bytes of states that share pages, and of all states in host memory
 BLOCK = 256  # the number of elements of 8-bit states that share a scale
-MIN_8BIT = 4096  # the fewest elements of a whole parameter whose states have 8 bits
+MIN_8BIT = 4096  # states have 8 bits if the whole parameter has at least this many elements
 
 
 def chunk_bytes_of(buffer_bytes: int, buffers: int = BUFFERS) -> int:
@@ -44,8 +44,8 @@ def chosen_for_host(
 
 
 class Field(NamedTuple):
-    """A state with one value of ``item`` bytes per element, or per unit of elements if
-    ``per_unit``. ``dtype`` is torch's dtype; the planner does not set it.
+    """A state. It has one value of ``item`` bytes for each element; if ``per_unit``, for each unit
+    of elements (see ``Extent``). ``dtype`` is torch's dtype; the planner does not set it.
     """
 
     name: str
@@ -90,11 +90,11 @@ class Extent(NamedTuple):
 def extent_of_8bit(
     start: int, length: int, first: int, is_wide: bool, dtypes: tuple[Any, Any] = (None, None)
 ) -> Extent:
-    """Return the extent of ``AdamW8bit`` for elements of one parameter.
+    """Return elements of one parameter and their states in ``AdamW8bit``.
 
     ``first`` is the index of the first element in the whole parameter. If ``is_wide``, the states
-    are codes and scales (of ``dtypes``), in units of one block of elements; else they are float32
-    values.
+    are codes and scales, in units of one block of elements; else they are float32 values.
+    ``dtypes``: torch's dtypes of the codes, and of the scales and values.
     """
     codes, values = dtypes
     if not is_wide:
@@ -106,14 +106,16 @@ def extent_of_8bit(
 
 
 class Wanted(NamedTuple):
-    """The states of an extent of ``numel`` units: the name and the bytes per unit of each state."""
+    """The states of ``numel`` units of an ``Extent``: each state's name and its bytes per unit."""
 
     numel: int
     states: tuple[tuple[str, int], ...]
 
 
 class Slice(NamedTuple):
-    """Units [begin, end) of extent ``number``, and for each state its byte offset in a buffer."""
+    """Units [begin, end) of the ``Extent`` with index ``number``. ``places``: for each state, the
+    byte offset of these units in a buffer.
+    """
 
     number: int
     begin: int
@@ -140,7 +142,11 @@ class Chunk:
 
 @dataclass
 class Layout:
-    """The places of states. ``offsets``: for each extent the file offset of each of its states."""
+    """Where states lie in a file or in host memory, and the chunks into which they are divided.
+
+    ``offsets``: for each ``Extent``, the byte offset of each of its states. ``end``: the end of the
+    last state, rounded up to pages.
+    """
 
     offsets: list[tuple[int, ...]] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -153,7 +159,7 @@ def _fewest(items: Sequence[int], page: int) -> int:
 
 
 def lay_out(wanted: Sequence[Wanted], chunk_bytes: int, begin: int = 0, page: int = PAGE) -> Layout:
-    """Place states from byte ``begin`` on.
+    """Return the layout of states in a file or in host memory, from byte ``begin`` on.
 
     An extent whose states fit into a buffer may share a chunk with its neighbours. For a larger
     extent, each state has its own pages, and each chunk has the same units of all states.

@@ -91,9 +91,8 @@ def _step_with_momentum(
 ) -> None:
     """Make a group's step of ``SGD`` with momentum on local tensors, and empty the lists.
 
-    After its own step, ``SGD`` would store the momentum buffers under the parameters in the lists.
-    The parameters in the lists could then not be local tensors. With empty lists ``SGD`` has
-    nothing left to do.
+    After its own step, ``SGD`` would store the momentum buffers under the parameters in the lists,
+    so the lists could not have local tensors. With empty lists ``SGD`` has nothing left to do.
     """
     kept = [(p, b) for p, b in zip(params, buffers, strict=True) if b is not None]
     if not _alike(params, grads) or not _alike([p for p, _ in kept], [b for _, b in kept]):

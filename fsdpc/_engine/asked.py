@@ -1,4 +1,4 @@
-"""Gradients that a program asks for by sharded parameters: ``loss.backward(inputs=parameters)`` and
+"""Backwards whose inputs are sharded parameters: ``loss.backward(inputs=parameters)`` and
 ``torch.autograd.grad(loss, parameters)``.
 
 The graph of a loss leads to the gathered tensors, not to the sharded parameters, unless the loss

@@ -1,4 +1,4 @@
-"""Communication hooks: a Python function sums a unit's gradients over ranks instead of the engine.
+"""Communication hooks: a Python function, not the engine, sums a unit's gradients over the ranks.
 
 The ranks' collectives in such functions match by their order. Therefore, before each call the ranks
 exchange which unit is next and which of its parameters have gradients. If the units differ, as with
@@ -26,8 +26,8 @@ _DIFFERENT = -2  # sent in place of a unit's number: ranks of another group sent
 
 
 def attach(tree: Any, hosts: Sequence[Any]) -> None:
-    """Let each host's function ``_summing``, if there is one, sum the gradients of the host's unit
-    in ``tree``. Local. The hosts and their order must be the same on all ranks.
+    """For each ``UnitHost`` in ``hosts`` that has a function ``_summing``, let this function sum
+    the gradients of the host's unit. ``hosts`` must be equal, in order too, on all ranks. Local.
     """
     orders: dict[tuple[int, ...], _Order] = {}
     for host in hosts:
@@ -46,8 +46,8 @@ def attach(tree: Any, hosts: Sequence[Any]) -> None:
 
 
 class _Hooked:
-    """A unit whose gradients the function ``summing`` sums. ``reduce`` packs the gradients, calls
-    ``summing`` and accumulates the result.
+    """A unit and the function ``summing`` that sums its gradients. ``reduce`` packs the gradients,
+    calls ``summing`` and accumulates the result.
     """
 
     def __init__(self, unit: Any, summing: Summing) -> None:
@@ -80,7 +80,7 @@ class _Order:
     def __init__(self, comms: list[Any], tree: Any, first: int) -> None:
         self.comms = comms
         self.tree = weakref.ref(tree)
-        self.first = first  # the number in the tree of the first of these units
+        self.first = first  # the index of the first of these units in `tree.units`
         self.members: list[_Hooked] = []
         self.width = 0
 
@@ -135,7 +135,7 @@ class _Order:
         different = np.array([_DIFFERENT], np.int32).view(np.uint8)
         self.tree().core.before_hook(self.first, what)
         for comm in self.comms:
-            # In a fake process group all_gather does not change `rows`.
+            # Every row begins as `mine`: in a fake process group all_gather does not change `rows`.
             rows = np.tile(mine, (comm.world, 1))
             comm.all_gather(rows, what=what)
             if (rows[:, :4] != mine[:4]).any():

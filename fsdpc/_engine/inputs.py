@@ -71,12 +71,11 @@ cast_arguments, move_arguments = partial(_arguments, cast_tree), partial(_argume
 
 
 def alias_arguments(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Arguments:
-    """Return ``args`` and ``kwargs`` with a view in the place of each tensor that requires a
-    gradient and is an argument or an item of a tuple. No other call shares the views' autograd
-    nodes.
+    """Return ``args`` and ``kwargs`` with views in the place of tensors that require a gradient. No
+    other call shares the views' autograd nodes.
 
-    An object that occurs several times gets one view. Containers that a forward may mutate are
-    passed unchanged.
+    Arguments and items of tuples are replaced. Containers that a forward may mutate are passed
+    unchanged. An object that occurs several times gets one view.
     """
     views: dict[int, torch.Tensor] = {}
     args = tuple([_alias(views, value) for value in args])

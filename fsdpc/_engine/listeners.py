@@ -21,12 +21,13 @@ from fsdpc._engine.writeback import owner_of
 
 @torch.no_grad()
 def call_listeners(params: list[nn.Parameter]) -> None:
-    """Call the hooks and optimizers of ``params`` (in module order), last parameter first. Local.
+    """Call the hooks and optimizers of ``params`` in reverse order. Local.
 
-    For each parameter, the hooks of ``register_post_accumulate_grad_hook`` are called first, with
-    the parameter as argument. Then the optimizers that
-    ``torch.distributed.optim._apply_optimizer_in_backward`` has attached step, and ``.grad`` is set
-    to None, as without sharding. ``backward()`` raises the exception of a hook.
+    ``params`` are in module order. For each parameter, the hooks of
+    ``register_post_accumulate_grad_hook`` are called first, with the parameter as argument. If
+    ``torch.distributed.optim._apply_optimizer_in_backward`` has attached optimizers, these step
+    then, and ``.grad`` is set to None, as without sharding. ``backward()`` raises the exception of
+    a hook.
     """
     for param in reversed(params):
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):

@@ -88,8 +88,8 @@ def parameter(tensor: Tensor, like: Any, requires_grad: bool) -> Any:
 
 
 def attributes(param: Any) -> dict[str, Any]:
-    """Return the attributes that an object of another class needs to stand for ``param`` if
-    ``param`` holds codes. State dicts look up ``weight.absmax``, for example.
+    """If ``param`` holds codes, return the attributes that an object of another class needs to
+    stand for ``param``; else {}. For example, state dicts look up ``weight.absmax``.
     """
     if not holds_codes(param):
         return {}

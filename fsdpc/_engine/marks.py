@@ -34,9 +34,9 @@ def mark_replicated(what: P) -> P:
     """Declare that the program itself keeps a parameter, or the parameters of a module, equal on
     all ranks.
 
-    Without this mark each forward raises if parameters that no unit manages were added below a
-    sharded module. The program must average their gradients (``dist.all_reduce`` before the
-    optimizer's step).
+    Without this mark each forward raises if trainable parameters that no unit manages were added
+    below a sharded module. The program must average the gradients of marked parameters
+    (``dist.all_reduce`` before the optimizer's step).
 
     Local; call on every rank. Returns ``what``. ``TypeError``: ``what`` is no module or parameter.
     """
@@ -149,7 +149,9 @@ class _Marked:
 
 
 def with_gradient(tensor: Tensor) -> Tensor:
-    """Return a tensor with the values of ``tensor`` that requires a gradient."""
+    """Return a new tensor that has the values of ``tensor`` and requires a gradient. If ``tensor``
+    is not floating-point, return it unchanged.
+    """
     if not tensor.is_floating_point():
         return tensor
     return tensor * torch.ones((), dtype=tensor.dtype, device=tensor.device, requires_grad=True)

@@ -1,8 +1,9 @@
 """Lazy initialisation of a tree of units, at the first use of the outermost host.
 
-Lazy initialisation finds the units and their nesting depths, checks the options that must be equal
-in a tree, passes the units to the engine (``fsdpc._engine.tree.Tree``) and sets the precision line.
-An inner host that was a root before joins the outer host's tree.
+A host (``UnitHost``) is an object that owns a unit. Lazy initialisation finds the units and their
+nesting depths, checks the options that must be equal in a tree, passes the units to the engine
+(``fsdpc._engine.tree.Tree``) and sets the precision line. An inner host that was a root before
+joins the outer host's tree.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def _attach_tree(root: Any, units: list[tuple[int, Any]]) -> None:
 
 
 def attach_hooks(root: Any) -> None:
-    """If hosts have a function ``_summing``, let it sum gradients in place of the engine. Local."""
+    """Let the functions ``_summing`` of hosts sum gradients in place of the engine. Local."""
     if root._tree is not None:
         placed = root._front.placed(root._front.modules(root))
         _hooked.attach(root._tree, [host for _, _, host in placed if host._unit is not None])
@@ -289,8 +290,9 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
     coded bytes are not in slots. Like the memory of all other keys (shards and shard gradients
     unless offloaded, gradients of ``no_sync``), the coded bytes are in torch's cache and in
     ``torch.cuda.memory_allocated()``. ``sent_bytes`` is the number of bytes that this rank has sent
-    for its units: to other hosts, or over NCCL in rings to other ranks. Bytes that a replayed CUDA
-    graph sends are not counted. ``TypeError``: ``model`` is not an ``nn.Module``.
+    for its units: over a wire to other hosts, or over NCCL to other ranks (computed as for NCCL's
+    rings). Bytes that a replayed CUDA graph sends are not counted. ``TypeError``: ``model`` is not
+    an ``nn.Module``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"memory_stats expects an nn.Module but got {type(model).__name__}")

@@ -88,7 +88,8 @@ class Tree:
         TREES.add(self)
         for call in ON_TREE:
             call(self)
-        weakref.finalize(self, self.core.close)  # Python's gc would need several runs
+        # Close the core when the tree is deleted: Python's gc would need several runs.
+        weakref.finalize(self, self.core.close)
 
     def set_steppers(self) -> None:
         """Let units with a ``stepper`` step once their gradients are summed in backward. Local."""
@@ -123,7 +124,7 @@ class Tree:
         return self.core.memory()
 
     def trace(self, last: int = 0) -> list[dict[str, Any]]:
-        """Return the latest ``last`` events, or all events for 0, the oldest first. Local.
+        """Return the latest ``last`` events, oldest first. If ``last`` is 0, return all. Local.
 
         Each event has the keys op, phase, step, unit, bytes and time_ns.
         """

@@ -195,7 +195,9 @@ def _refuse_unread(unit: Any, which: str, way: str) -> None:
 
 
 def refuse_lending(what: str) -> None:
-    """Raise ``NotImplementedError`` about ``what`` inside ``torch.func.functional_call``. Local."""
+    """Raise ``NotImplementedError`` inside ``torch.func.functional_call``. The error's text begins
+    with ``what``. Local.
+    """
     if _in_functional_call():
         raise NotImplementedError(
             f"{what}: torch.func.functional_call cannot lend values to a sharded module, which "
@@ -205,9 +207,9 @@ def refuse_lending(what: str) -> None:
 
 
 def _one_of(unit: Any, changed: list[Any], what: str) -> Any:
-    """Return one of the new Parameters that stand under the names of a tied parameter. A load with
-    ``assign=True`` makes a Parameter with equal values for each name. ``NotImplementedError``: the
-    values differ, or the unit's parameters are not DTensors.
+    """Return one of the new Parameters that are registered under a tied parameter's names. A load
+    with ``assign=True`` makes a Parameter with equal values for each name. ``NotImplementedError``:
+    the values differ, or the unit's parameters are not DTensors.
     """
     made = [param for param in changed if not param.is_meta] or changed
     if unit.dtensors and all(_equal(unit.local(param), unit.local(made[0])) for param in made):
@@ -238,9 +240,9 @@ def _in_functional_call() -> bool:
 
 @torch.no_grad()
 def leave_kept(unit: Any) -> None:
-    """Copy gradient tensors that the user has cleared or replaced to new memory. The program has
-    kept some of these tensors, and the next backward would overwrite their values in the unit's
-    memory. Local.
+    """Give new memory to each gradient tensor that is no longer its parameter's ``.grad``. The
+    program has kept some of these tensors. In the unit's memory, the next backward would overwrite
+    their values. Local.
     """
     for index, (param, grad, _) in enumerate(unit.optim_params):
         if grad is not None and param.grad is not grad:
@@ -252,8 +254,8 @@ def leave_kept(unit: Any) -> None:
 
 @torch.inference_mode(False)  # called in a first forward, which may be in inference mode
 def renew_grads(unit: Any) -> None:
-    """Make new gradient tensors after the memory of gradients has moved, while no ``.grad`` refers
-    to the old tensors. Local.
+    """Make new gradient tensors after the memory of gradients has moved. At that time no ``.grad``
+    refers to the old tensors. Local.
     """
     for index, (_, grad, _) in enumerate(unit.optim_params):
         if grad is not None:

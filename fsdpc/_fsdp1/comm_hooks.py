@@ -28,11 +28,11 @@ def register_comm_hook(self: Any, state: object, hook: Callable[..., Any]) -> No
     Each backward calls the hook once per unit. For an unsharded unit (NO_SHARD) the call is
     ``hook(state, grad)``, and the hook must leave the reduced gradient in ``grad``. For other units
     the call is ``hook(state, grad, output)``. ``grad`` is then the unit's full gradient, 1-D and
-    padded to one equal shard per rank, and the hook must write this rank's shard of the reduced
-    gradient to ``output``. ``grad`` and ``output`` have the reduce dtype; the hook may set their
-    ``.data`` to another floating dtype. The hook must also divide the sum by the number of ranks.
-    For a unit with parameters of several dtypes the hook is called once per dtype. All ranks call
-    the hook in the same order. The hook is not called for units without gradients, nor inside
+    padded so that all ranks have equally long shards. The hook must write this rank's shard of the
+    reduced gradient to ``output``. ``grad`` and ``output`` have the reduce dtype; the hook may set
+    their ``.data`` to another floating dtype. The hook must also divide the sum by the number of
+    ranks. For a unit with parameters of several dtypes the hook is called once per dtype. All ranks
+    call the hook in the same order. The hook is not called for units without gradients, nor inside
     ``no_sync``.
 
     ``AssertionError``: ``self`` is not the root, a unit is HYBRID, or a hook is registered already.

@@ -58,9 +58,9 @@ Memo = dict[int, Any]
 
 
 class Copying:
-    """A stand-in for an FSDP instance inside ``copy.deepcopy``. A method ``__deepcopy__`` of the
-    instance would also be called for wrappers that forward attribute access to the instance, such
-    as torch's ``checkpoint_wrapper``, and the wrappers would be missing in the copy.
+    """A stand-in for an FSDP instance inside ``copy.deepcopy``. If the instance itself had a
+    ``__deepcopy__``, wrappers that forward attribute access to the instance, such as torch's
+    ``checkpoint_wrapper``, would have it too. These wrappers would then be missing in the copy.
     """
 
     def __init__(self, member: Any) -> None:
@@ -77,8 +77,8 @@ class Copying:
 
 
 def copied(made: Any) -> Any:
-    """Return ``made`` if it is a finished copy, which ``copy.deepcopy`` passes. ``TypeError``:
-    ``made`` is a ``Copying``, which ``copy.copy`` passes.
+    """``copy.deepcopy`` calls this function with a finished copy, which is returned. ``copy.copy``
+    calls this function with a ``Copying``, which raises ``TypeError``.
     """
     return made.__reduce_ex__(2) if isinstance(made, Copying) else made
 
@@ -135,7 +135,7 @@ def _empty_params(member: Any, memo: Memo) -> list[nn.Parameter]:
     _writeback.adopt_values(unit)
     made = []
     for i, info in enumerate(unit.infos):
-        param = memo.get(id(info.param))  # there is one if the optimizer was copied first
+        param = memo.get(id(info.param))  # not None if the optimizer was copied before the model
         if type(param) is not type(info.param):
             param = torch.Tensor._make_subclass(
                 type(info.param), torch.empty(0, device=unit.device), unit.trainable[i]

@@ -1,9 +1,9 @@
 """Warnings before an optimizer's first step on flat shards.
 
-There are two cases: the optimizer's step of an element depends on other elements of the parameter,
-or the parameter groups were chosen by the number of dimensions, which is 1 for every flat shard.
-The results then differ from those of an unsharded run, and nothing else would report the
-difference.
+A warning is given in two cases. In the first, the step of an element depends on other elements of
+the parameter. In the second, the parameter groups were chosen by the number of dimensions, which is
+1 for every flat shard. The results then differ from those of an unsharded run, and nothing else
+would report the difference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COLLECTIVES = frozenset(
     "reduce_scatter_tensor".split()
 )
 _SHAPE, _CUT, _STEPS = (16, 8), 64, 5
-_NOT_RULES = ("params", "param_names", "name", "lr", "initial_lr")  # not a part of a rule
+_NOT_RULES = ("params", "param_names", "name", "lr", "initial_lr")  # no part of an update rule
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _said: set[type] = set()
 
@@ -55,7 +55,7 @@ def _look(optimizer: Any, args: Any, kwargs: Any) -> None:
         _rule(group): (param, {**optimizer.defaults, **group})
         for group in optimizer.param_groups
         for param in group["params"]
-        if _is_flat(param) and not group.get("fsdp_in_use")  # then it sums over ranks
+        if _is_flat(param) and not group.get("fsdp_in_use")  # with this option, sums are over ranks
     }
     if not flat:
         return
@@ -104,8 +104,8 @@ def _was_matrix(param: Any) -> bool:
 
 
 def _is_flat(param: Any) -> bool:
-    """Return whether an optimizer sees ``param`` as a flat part of a parameter, or as several
-    parameters in one.
+    """Return whether ``param`` is, for an optimizer, a flat shard of one parameter or a flat
+    parameter that joins several parameters.
     """
     unit = owner_of(param)
     return unit is not None and not unit.dtensors and (unit.is_sharded or not unit.use_orig_params)
@@ -167,7 +167,7 @@ def _matrix() -> tuple[Tensor, list[Tensor]]:
 
 
 def _moved(make: Any, values: Tensor, grads: list[Tensor], device: torch.device) -> Tensor:
-    """Return the change of a parameter with the values ``values`` by steps with ``grads``."""
+    """Return how steps with ``grads`` change a parameter that begins with ``values``."""
     param = nn.Parameter(values.to(device, copy=True))
     optimizer = make(param)
     closure = inspect.signature(optimizer.step).parameters.get("closure")

@@ -31,7 +31,7 @@ def asked() -> bool:
 
 def applies(member: Any) -> bool:
     """Return whether a forward of ``member``, in eval mode with the variable set, runs in full
-    precision. The condition is that any instance in the model has a ``param_dtype``. There are two
+    precision. The condition is that an instance in the model has a ``param_dtype``. There are two
     exceptions: ``member`` is summoned, or the forward belongs to a training pass of the root, whose
     inputs have low precision. Local.
     """

@@ -18,7 +18,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataP
 from fsdpc._torch import FSDPState
 
 _KEPT = frozenset({"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__"})
-# Contains fsdpc's class while torch's name FullyShardedDataParallel refers to that class.
+# Contains fsdpc's class as long as ``fsdpc.install()`` is in effect for FullyShardedDataParallel.
 # Otherwise the list is empty.
 _accepting: list[type] = []
 
@@ -43,8 +43,8 @@ class _Absent:
 
 
 class FaceType(type):
-    """The metaclass of the wrapper class. While torch's name FullyShardedDataParallel refers to
-    fsdpc's class, instances of torch's class count as instances of fsdpc's class.
+    """The metaclass of the wrapper class. Between ``accept_torch_instances(cls)`` and
+    ``accept_torch_instances(None)``, instances of torch's class count as instances of ``cls``.
     """
 
     def __instancecheck__(cls, instance: Any) -> bool:

@@ -128,8 +128,8 @@ class HandledUnit(Unit):
 
     @property
     def _orig_param_dtype(self) -> torch.dtype | None:
-        """The storage dtype of the (trainable) parameters. Setting this property converts the
-        parameters. Collective.
+        """The dtype of ``flat_param``. Setting this property changes the storage dtype of the
+        parameters, which is collective.
         """
         param = self.flat_param
         return None if param is None else param.dtype

@@ -33,7 +33,7 @@ def materialize(
     """Materialise the unit's own modules if any of the unit's own parameters or buffers is on the
     meta device. Local.
 
-    ``warn_unwritten`` is False if ``sync_module_states`` makes a broadcast overwrite the values.
+    ``warn_unwritten`` is False if the broadcast of ``sync_module_states`` overwrites the values.
     """
     modules = list(owned_modules(root, ignored.modules))
     if not any(

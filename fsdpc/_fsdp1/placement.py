@@ -83,8 +83,9 @@ def why_not(device: torch.device) -> str | None:
 
 
 def default_device() -> torch.device:
-    """Return the compute device if there is no ``device_id`` and the module is on the meta device
-    or has no parameters: torch's current GPU, or the CPU if that GPU is unusable. Local.
+    """Return torch's current GPU, or the CPU if that GPU is unusable. Without
+    ``device_id`` this is the compute device of a module on the meta device, and of a module that
+    has neither parameters nor nested units. Local.
     """
     if not torch.cuda.is_available():
         return CPU
@@ -98,8 +99,9 @@ def move_module(
     """Move the unit's own parameters and buffers to ``asked``; return the compute device. Local.
 
     Tensors that are ignored or belong to nested units do not move. ``RuntimeError``: parameters are
-    on several GPUs or on an unusable device, or ``asked`` is None and parameters are on the CPU and
-    on a GPU. ``ValueError``: parameters are on another GPU than ``asked``.
+    on several GPUs or on an unusable device. ``RuntimeError`` also if ``asked`` is None, and some
+    parameters are on the CPU and others on a GPU. ``ValueError``: parameters are on another GPU
+    than ``asked``.
     """
     _check_single_device(root, ignored, asked, unit_name)
     if asked is not None:

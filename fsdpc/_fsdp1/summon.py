@@ -2,9 +2,9 @@
 
 A summoned unit registers private full copies in original shapes under clean names. Users never
 write to the gathered slot that ranks share. With ``use_orig_params=True`` the user's Parameter
-objects get the full values, so that flags, attributes and optimizer state stay attached. On exit
-the values that are registered at each site at that time are written back to the shard or dropped.
-The user may have registered a new Parameter at a site.
+objects get the full values, so that flags, attributes and optimizer state stay attached. Each site
+may have another Parameter on exit, because the user may register one. The values of the Parameters
+that the sites have on exit are written back to the shard or dropped.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """The two algorithms that apply a wrap policy to a module tree.
 
-Policy objects select the modules to wrap in one pass; the tree is then rewritten from the leaves
+A policy object selects all modules to wrap by one call; the tree is then rewritten from the leaves
 up. Callable policies are called twice per module: on the way down to decide whether to recurse, and
 on the way up to decide whether to wrap the parameters that are not in a unit yet. Neither algorithm
-wraps the root, because the calling constructor does. A module registered twice becomes one unit
-registered twice. A compiled module is wrapped as a whole if the policy selects its original module.
+wraps the root, because FSDP's constructor, which calls the algorithm, does this. A module
+registered twice becomes one unit registered twice. A compiled module is wrapped as a whole if the
+policy selects its original module.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class _TreeRewriter:
 
     def _visit(self, module: nn.Module, name: str) -> nn.Module:
         if module not in self.done:
-            self.done[module] = module  # in a cycle of modules, this module stays as it is
+            self.done[module] = module  # ends the recursion if the module contains itself
             self._children(module, name)
             kwargs = self.targets.get(module)
             if kwargs is not None:
@@ -184,8 +185,8 @@ class _Recursion:
         """Replace children by their units. A child that is registered at several places is replaced
         at each of them.
 
-        If the policy refused to recurse (``allowed`` is False), only full-precision classes are
-        wrapped.
+        If the policy refused to recurse (``allowed`` is False), only instances of the
+        full-precision classes are wrapped.
         """
         if not (allowed or self.full_precision):
             return
@@ -199,7 +200,7 @@ class _Recursion:
     def _visit(self, module: nn.Module, name: str, allowed: bool) -> nn.Module:
         if module not in self.done:
             plain = inside(module)
-            self.done[module] = module  # in a cycle of modules, this module stays as it is
+            self.done[module] = module  # ends the recursion if the module contains itself
             look_inside = allowed and self._ask(plain, recurse=True)
             self._children(plain, name, look_inside)
             if self._wanted(plain, look_inside):

@@ -26,7 +26,7 @@ def state_of(module: nn.Module) -> Any:
 
 
 def _is_apart(module: nn.Module) -> bool:
-    """Return whether an earlier call, or torch's ``replicate``, manages the module."""
+    """Return whether an earlier ``fully_shard``, or torch's ``replicate``, manages the module."""
     return state_of(module) is not None or has_replicate(module)
 
 

@@ -17,8 +17,8 @@ from fsdpc._torch import RNG_TRACKER, dtensor_random
 
 
 class Draws:
-    """A tracker of random numbers, put where torch's DTensor dispatch looks for one. Each random
-    operation on a DTensor runs inside ``_distribute_region``.
+    """A tracker of random numbers, which torch's DTensor dispatch uses. The dispatch runs each
+    random operation on a DTensor inside ``_distribute_region``.
     """
 
     distribute_region_enabled = True

@@ -203,8 +203,8 @@ class ExtendedUnit(RowUnit):
         self.drop_values()
 
     def gather_values(self) -> None:
-        """Make the gathered tensors. Collective over the shard group. An error of one rank's
-        tensors is raised on that rank; the other ranks raise ``MismatchError``.
+        """Make the gathered tensors. Collective over the shard group. If a rank cannot make the
+        tensors that it sends, it raises the error, and the other ranks raise ``MismatchError``.
         """
         shard, what = self.groups.shard, f"gather of unit {self.name!r}"
         self.tree.core.before_hook(self.tree.units.index(self), what)

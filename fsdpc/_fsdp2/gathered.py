@@ -27,7 +27,7 @@ class Gathered:
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         # For each of these tensors, a 1-D tensor with the data of all ranks end to end.
         self.outputs: list[Tensor] = []
-        # The tensors, beside ``outputs``, whose memory is freed between gathers.
+        # Further tensors whose memory, like that of ``outputs``, is freed between gathers.
         self.inner: tuple[Tensor, ...] = ()
         self.made = False
 
@@ -39,8 +39,8 @@ class Gathered:
 
     def finish(self, local: Tensor, out: Any) -> Tensor | None:
         """Make the gathered tensor, which may have more rows than the parameter. The first call
-        returns the tensor. Later calls return None; ``out``, the parameter over this tensor, then
-        has the gathered values again.
+        returns the tensor. Later calls return None, and ``out`` then has the gathered values again.
+        ``out``: the parameter that was made from the tensor and shares its memory.
         """
         return None if self.made else self.outputs[0]
 

@@ -33,8 +33,8 @@ from fsdpc._torch import REGISTRY_KEY, STATE_KEY, GradientReductionHandle
 M = TypeVar("M", bound=nn.Module | list[Any])
 _CLASSES: dict[type, type] = {}
 _TORCH_KEY = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
-# While this list is not empty, ``fully_shard`` calls the last function in the list (a planner's)
-# instead of sharding. The arguments are the modules, their parameters, reshard_after_forward and
+# Functions that the planner (fsdpc.plan) adds. If there are some, ``fully_shard`` calls the last
+# one and does not shard. The arguments are the modules, their parameters, reshard_after_forward and
 # the mixed-precision policy.
 PLANNERS: list[Callable[[list[nn.Module], list[Any], Any, MixedPrecisionPolicy], None]] = []
 _FULL_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
@@ -354,14 +354,14 @@ def fully_shard(
     Trainable parameters of several dtypes in one unit are allowed. A parameter that tensor
     parallelism has made a DTensor is sharded once more; ``mesh`` and the parameter's own mesh must
     be parts of one mesh with names (``ValueError``). ``shard_placement_fn`` returns ``Shard(dim)``
-    or None for each parameter. The size of a dimension other than 0 must be a multiple of the
-    number of ranks (``NotImplementedError``), and the full parameter is then a view with that
+    or None for each parameter. If ``dim`` is not 0, the size of this dimension must be a multiple
+    of the number of ranks (``NotImplementedError``), and the full parameter is a view with this
     dimension first in memory. The function may also return torch's ``ShardPlacementResult``:
     parameters on another mesh then form a unit of their own, which is gathered together with the
-    call's modules. ``dp_mesh_dims``: the names of the data-parallel dimensions of ``mesh``, on
-    which every parameter is a DTensor. Parameters and gradients of the modules are then DTensors on
-    ``mesh`` as well. ``NotImplementedError``: ``reshard_after_forward`` is an int although
-    ``dp_mesh_dims`` is given.
+    call's modules. ``dp_mesh_dims``: the names of the data-parallel dimensions of ``mesh``. If
+    these are given, every parameter must be a DTensor on ``mesh``, and the full parameters and
+    their gradients are DTensors on ``mesh`` as well. ``NotImplementedError``:
+    ``reshard_after_forward`` is an int although ``dp_mesh_dims`` is given.
     """
     _args.check_policies(mp_policy, offload_policy)
     modules = roots_of(module if isinstance(module, list) else [module])
@@ -467,9 +467,9 @@ def _after_load(module: Any, incompatible_keys: Any) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Gather and release the parameters of ``module`` around the method too, as around ``forward``.
-    Local. For modules without fsdpc's ``fully_shard``, torch's function is called. ``ValueError``:
-    there is no such method.
+    """Gather and release the parameters of ``module`` around calls of the method ``method_name``,
+    as around ``forward``. Local. For modules without fsdpc's ``fully_shard``, torch's function is
+    called. ``ValueError``: there is no such method.
     """
     if not isinstance(module, FSDPModule):
         torch_register(module, method_name)

@@ -36,8 +36,8 @@ class QuantizedPolicy(MixedPrecisionPolicy):
     - ``"int8"``: a signed byte per element and a float32 scale per 256 elements. The error of a
       value is at most the largest magnitude of its block / 252.
     - ``"float8_e4m3"``, ``"float8_e5m2"``: a float of 8 bits per element and a float32 scale per
-      256 elements. The error of a value is at most 1/16 or 1/8 of its own magnitude, except for the
-      smallest values.
+      256 elements. The error of a value is at most 1/16 (e4m3) or 1/8 (e5m2) of its own magnitude,
+      except for the smallest values.
     - ``"mxfp8"``: E4M3 values and a power of two as the scale per 32 elements, as in OCP's MX
       formats.
     - ``"nvfp4"``: E2M1 values, an E4M3 scale per 16 elements and a float32 scale per 512 elements.
@@ -50,7 +50,8 @@ class QuantizedPolicy(MixedPrecisionPolicy):
     the above except nf4, or
 
     - ``"int4"``: -7 to 7 in 4 bits and a float32 scale per 128 elements. The error of a value is at
-      most the largest magnitude of its block / 14, and values below this bound become 0.
+      most the largest magnitude of its block / 14. Values of a smaller magnitude than this bound
+      become 0.
     - ``"int4_stochastic"``: the same codes, but values are rounded up or down at random, with an
       error of at most a seventh of the largest magnitude, so that sums over steps are right on
       average. The random numbers are computed from the gradients, so equal runs give results that
@@ -59,9 +60,9 @@ class QuantizedPolicy(MixedPrecisionPolicy):
     Ranks of one host sum their gradients before they encode the sum. A rank adds its own gradients
     to the sum unencoded. Nothing is encoded where all ranks share memory, nor in sums over
     replicas, nor with ``set_collectives("c10d")``. GPUs share no memory: over NCCL each rank sends
-    codes to all other ranks, and the sums of units with encoded parameters are equal, to the bit,
-    to sums between hosts. Where a GPU's collectives are staged through host memory, ``fully_shard``
-    raises ``NotImplementedError``.
+    codes to all other ranks. The sums of units with encoded parameters are then equal, to the bit,
+    to the sums of as many hosts with one rank each. Where a GPU's collectives are staged through
+    host memory, ``fully_shard`` raises ``NotImplementedError``.
 
     ``error_feedback``: the rank that sends a gradient keeps the error that ``reduce_codec`` makes,
     in float32, and adds this error to the unit's next gradient before that gradient is encoded. The

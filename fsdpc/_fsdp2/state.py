@@ -37,7 +37,7 @@ class State:
     """The state of one call, which hosts one unit (``fsdpc._engine.host.UnitHost``). ``modules``:
     the call's modules.
 
-    ``keeps``: whether the ranks of each machine keep a copy when the unit is released
+    ``keeps``: whether the ranks of each machine keep a gathered copy when the unit is released
     (``args.keeps``). ``automatic``: whether ``reshard_after_forward`` was None. If so, a root keeps
     its parameters gathered after its forward. ``_others``: the states of further meshes on which
     the call has parameters. This state is then the ``leader`` of ``_others``, and methods such as
@@ -84,7 +84,7 @@ class State:
         self._to_run: set[nn.Module] = set()
         self._open = 0  # number of forwards that have begun and not ended
         self._sync_gradients = self._sync_replicas = True
-        # If the user has set a hook: the function that sums the gradients and calls the hook.
+        # The function that sums the gradients and calls the user's all-reduce hook, or None.
         self._summing: Summing | None = None
         # The dicts in which torch keeps the backward hooks of the modules.
         self._hooks: list[dict[int, Any]] = []
@@ -108,8 +108,8 @@ class State:
             _writeback.set_owner(param, self._unit)
 
     def name_in(self, module: str) -> str:
-        """Return the unit's name for ``module``. If this state is for a further mesh of the call,
-        the name includes the mesh.
+        """Return the unit's name, which is made from the module's name ``module``. If this state is
+        for a further mesh of the call, the unit's name includes the mesh.
         """
         if self.leader is self:
             return module
@@ -147,8 +147,9 @@ class State:
     # --- what the user sets ----------------------------------------------------------------------
 
     def set_sync(self, *, gradients: bool | None = None, replicas: bool | None = None) -> None:
-        """Set whether backwards sum the unit's gradients. False for ``gradients`` or, if the mesh
-        has replicas, for ``replicas`` keeps the gradients on this rank. Local.
+        """Set whether backwards sum the unit's gradients. ``gradients=False`` keeps the gradients
+        on this rank, and so does ``replicas=False`` if the mesh has replicas. None changes nothing.
+        Local.
         """
         if gradients is not None:
             self._sync_gradients = bool(gradients)
@@ -176,8 +177,8 @@ class State:
         self._summing = None if hook is None else partial(sum_and_call, hook, stream)
 
     def watch_hooks(self, modules: Iterable[nn.Module]) -> None:
-        """Keep the unit gathered for the backward hooks of these modules whenever such hooks are
-        registered.
+        """Let each forward check whether these modules have backward hooks. If they have some, the
+        unit stays gathered in backward as long as these hooks may run.
         """
         modules = list(modules)
         for other in self._others:
@@ -185,8 +186,8 @@ class State:
         self._hooks = [global_backward_hooks, *(module._backward_hooks for module in modules)]
 
     def gather_before_hooks(self, output: Any) -> None:
-        """Gather the unit before the module's own backward hooks run. torch has put the nodes of
-        these hooks around ``output`` after the forward hooks.
+        """Gather the unit in backward before the module's own backward hooks run. Called with the
+        module's ``output``, to which torch has added the autograd nodes of these hooks.
         """
         for other in self._others:
             other.gather_before_hooks(output)
@@ -227,7 +228,7 @@ class State:
         return (args, kwargs) if prepared is None else prepared
 
     def _note_member(self, unit: RowUnit, module: nn.Module) -> None:
-        """Keep the unit gathered until all modules of the call have run, or the pass ends."""
+        """Keep the unit gathered until all of ``self.modules`` have run, or the pass ends."""
         if unit.state == "backward":  # a recomputation
             return
         if unit.flat.members_left == 0:
@@ -259,8 +260,8 @@ class State:
 
     @not_traced
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``function(*args, **kwargs)``. If the call raises, undo the forwards that it has
-        left open.
+        """Call ``function(*args, **kwargs)``. If ``function`` raises, undo the forwards that
+        have begun in the call and not ended.
         """
         before = self._open
         try:

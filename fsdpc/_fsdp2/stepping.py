@@ -58,8 +58,8 @@ def _refuse_gathered(optimizer: Any) -> None:
 
 
 def _lay_like(param: Any, state: dict[str, Any]) -> None:
-    """Give the gradient and the states of a parameter that is cut along a later dimension the
-    strides of the parameter, because torch's fused CPU kernels read all of these tensors in the
+    """Give the parameter's gradient and states the strides of the parameter, which is cut along
+    another dimension than the first. torch's fused CPU kernels read all of these tensors in the
     parameter's memory order. Values that a program has loaded or assigned may have other strides.
     """
     local = param._local_tensor

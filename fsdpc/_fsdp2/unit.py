@@ -344,8 +344,8 @@ def _spmd_spec(data_mesh: DataMesh, spec: Any, cut: int) -> Any:
 
 def joined_mesh(data: Any, parallel: Any) -> Any:
     """Return the mesh with the dimensions of ``data`` and ``parallel``, which are named parts of
-    one mesh. Two equal meshes may stand for each other, also if one is a copy or was pickled.
-    ``ValueError``: there is no such mesh.
+    one mesh or of equal meshes, such as a mesh and its unpickled copy. ``ValueError``: there is no
+    such mesh.
     """
     try:
         return DeviceMesh._concatenate([data, parallel])

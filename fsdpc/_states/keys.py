@@ -3,7 +3,8 @@ and are sharded like the parameter.
 
 These are the states that have the parameter's shape. A parameter without dimensions is ambiguous:
 its 0-dim state may belong to its only element, or be one number per parameter, such as Adam's
-``step``. The states of the same name of parameters with dimensions decide this.
+``step``. The state counts as one number if the state of the same name is one number for a
+parameter with dimensions.
 """
 
 from __future__ import annotations

@@ -246,7 +246,8 @@ def _checked(policy: Any, context: Any, operator: Any, *args: Any, **kwargs: Any
 # Each entry has a module, the name of a buffer of the module, the buffer before the forward, and a
 # copy of the buffer's values.
 Before = list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
-# Size in bytes from which a buffer is not copied again if a training forward left it unchanged.
+# A buffer of at least this many bytes is not copied again after a training forward that did not
+# change it.
 LARGE = 1 << 20
 
 

@@ -186,7 +186,7 @@ class View:
 
 
 def unpack(saved: Any) -> Tensor:
-    """Return the tensor that ``Table.pack`` has packed as ``saved``; torch's unpack hook."""
+    """Return the tensor whose packed form is ``saved``. torch calls this as the unpack hook."""
     return saved.unpack()
 
 
@@ -205,7 +205,7 @@ class Table:
         self.ranges, self.complete = own_ranges(model)
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return the packed form of ``tensor``; torch's pack hook."""
+        """Return the packed form of ``tensor``. torch calls this as the pack hook."""
         if not self._is_wanted(tensor):
             return Kept(tensor)
         reference = StorageWeakRef(tensor.untyped_storage())

@@ -3,8 +3,9 @@
 The forward queues a copy of each saved tensor to pinned memory on a lane, which is a stream for
 copies (``_companions/lane.py``). The tensor stays on the GPU until torch's stream waits for the
 copy, a few tensors later, so that copies overlap with the forward. After this wait the memory of
-the tensor is free for other tensors. When backward needs a tensor, its copy back to the GPU is
-usually already queued: backward queues the copy when it needs the tensors that were saved later.
+the tensor is free for other tensors. When backward needs a tensor, the copy of this tensor back to
+the GPU is usually queued already. Backward has queued it when it used tensors that were saved
+later.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fsdpc._companions.lane import Lane, ordinal_of, pinned
 from fsdpc._companions.saved import AHEAD, HELD, MIN_BYTES, pinned_bytes
 from fsdpc.activations.compression import Table, View, flat, unpack
 
-_said: list[str] = []  # not empty once this process has warned
+_said: list[str] = []  # not empty if this process has warned already
 
 
 @dataclass

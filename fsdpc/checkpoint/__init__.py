@@ -308,10 +308,10 @@ def load_pretrained(
     rank 0 names these parameters.
 
     Args:
-        source: a folder with ``model.safetensors``, or several files and their index, or
-            ``pytorch_model.bin`` (no pickle runs code); one such file; a folder that ``save``
-            wrote; or a name on the Hub (``org/name``), which one rank of each host downloads into
-            the cache of the Hub's library.
+        source: a folder with the model in one file, ``model.safetensors`` or
+            ``pytorch_model.bin`` (no pickle runs code), or in several such files with an index; one
+            such file; a folder that ``save`` wrote; or a name on the Hub (``org/name``), which one
+            rank of each host downloads into the cache of the Hub's library.
         strict: parameters that no file has, and tensors that the model does not have, are an error.
         keys: rules for tensors that the files have in another form: see ``KeyMap``. Tensors without
             a rule are converted by transformers' tables.

@@ -44,7 +44,7 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Return True once the save is complete, or has failed on this rank. Local."""
+        """Return whether the save has ended on this rank, complete or failed. Local."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -70,8 +70,9 @@ class SaveHandle:
 
 
 def make_room(when_busy: WhenBusy, group: dist.ProcessGroup | None) -> None:
-    """Wait for the save in the background before a new save, or refuse the new save. Collective
-    over ``group``. Raises ``ValueError`` if ``when_busy`` is neither "wait" nor "raise".
+    """Make sure, before a new save, that no save is running in the background. With ``when_busy``
+    "wait", wait for the running save. With "raise", refuse the new save (``CheckpointError``).
+    Collective over ``group``. Raises ``ValueError`` if ``when_busy`` has another value.
     """
     if when_busy not in ("wait", "raise"):
         raise ValueError(f"when_busy must be 'wait' or 'raise', not {when_busy!r}")
@@ -81,9 +82,9 @@ def make_room(when_busy: WhenBusy, group: dist.ProcessGroup | None) -> None:
 
 
 def refuse_running(beside: Ranks) -> None:
-    """Raise ``CheckpointError`` on every rank if a save in the background is still running on any
-    rank; the save may have ended on some ranks only. Collective over ``beside``, which must be
-    ranks with a communicator that no save uses.
+    """Raise ``CheckpointError`` on every rank if a save in the background is still running on at
+    least one rank, even if it has ended on others. Collective over ``beside``, whose communicator
+    must not be in use by a save.
     """
     with beside.step("saving another checkpoint"):
         for handle in _running:
@@ -186,8 +187,8 @@ def _wait_at_exit() -> None:
         handle._done.wait()
 
 
-# This module registers its exit function at its import. Functions that are registered later run
-# first, so it is imported before ours is registered.
+# ``concurrent.futures.thread`` registers its exit function at its import. Functions that are
+# registered later run first, so that module is imported before ``_wait_at_exit`` is registered.
 importlib.import_module("concurrent.futures.thread")
 threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
 

@@ -116,8 +116,9 @@ class Checkpointer:
         metric: float | None = None,
         force: bool = False,
     ) -> SaveHandle | None:
-        """Save a checkpoint of ``step``, then remove old ones. Collective. Waits for a save in the
-        background. ``metric`` is the value for ``best``, the same on every rank.
+        """Save a checkpoint of ``step``, then remove old ones. Collective. If an earlier save is
+        running in the background, ``when_busy`` decides what happens. ``metric`` is the value for
+        ``best``, the same on every rank.
 
         Returns a handle if the save continues in the background. Returns ``None`` if the save is
         complete, and at steps that are not multiples of ``every`` (unless ``force`` is true).

@@ -48,8 +48,8 @@ Fetch = Callable[[str], torch.Tensor]
 
 @dataclass
 class _Set:
-    """A set of tensors: their entries, which have no values, and ``fetch``, which reads the values
-    of the tensor of a name.
+    """A set of tensors: their entries, which have no values, and ``fetch(name)``, which reads the
+    values of the tensor ``name``.
     """
 
     name: str

@@ -41,8 +41,9 @@ class Digests:
             at += count
 
     def texts(self) -> tuple[list[str], list[str]]:
-        """Return two lists with a hexadecimal text per tensor: the digest of the whole tensor, and
-        the digests of its blocks (an empty text unless the tensor has several blocks).
+        """Return two lists with one hexadecimal text for each tensor. The first list has the digest
+        of the whole tensor. The second list has the digests of the tensor's blocks, or an empty
+        text if the tensor does not have several blocks.
         """
         wholes, blocks = (each.astype(">u4").tobytes().hex() for each in (self.wholes, self.blocks))
         own, ends = [""] * len(self.counts), 8 * np.cumsum(self.counts)

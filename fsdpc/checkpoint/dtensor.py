@@ -15,15 +15,15 @@ def block_of(
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...], tuple[int, int]]:
     """Return the offsets and sizes of a DTensor's block on this rank, and ``(k, n)`` if this rank
     has the ``k``-th of ``n`` replicas of the block. The offsets are ``None`` if this rank is not in
-    the mesh. Supports ``Replicate``, ``Shard``, and the strided shards of FSDP with tensor
-    parallelism, which shard the blocks of later mesh dimensions. Raises ``TypeError`` for other
-    placements.
+    the mesh. Supports ``Replicate`` and ``Shard``. Also supports ``_StridedShard`` as FSDP with
+    tensor parallelism makes it: it shards the blocks into which later mesh dimensions have cut the
+    tensor. Raises ``TypeError`` for other placements.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
     k, n = 0, 1
-    cuts: list[tuple[int, int]] = []  # mesh and tensor dimensions, in the order of the cuts
+    cuts: list[tuple[int, int]] = []  # (mesh dimension, tensor dimension) of each cut, in order
     for dimension in reversed(range(mesh.ndim)):
         placement = tensor.placements[dimension]
         if placement.is_replicate():
@@ -47,7 +47,7 @@ def block_of(
 
 
 def _cuts_last(tensor: DTensor, dimension: int) -> bool:
-    """Return whether this mesh dimension shards the blocks of all later mesh dimensions."""
+    """Return whether ``dimension`` shards the blocks that all later mesh dimensions have cut."""
     placement: Any = tensor.placements[dimension]
     if type(placement) is not StridedShard:
         return False

@@ -18,14 +18,14 @@ from torch import nn
 from fsdpc import _C
 from fsdpc._companions.spans import NO_SPANS, clip, count_of
 
-_CUT_BYTES = 1 << 20  # from this size on, each replica of a tensor writes a part of it
+_CUT_BYTES = 1 << 20  # if a tensor has at least this size, each of its replicas writes a part
 _PAGE = 4096
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How a tensor was quantized (``fsdpc.lowbit``): by ``codec``, in rows of ``row`` values, which
-    had the dtype ``dtype`` before.
+    """How a tensor was quantized (``fsdpc.lowbit``): ``codec`` is the codec's name, ``row`` the
+    number of values in a row, and ``dtype`` the dtype of the values before.
     """
 
     codec: str
@@ -34,7 +34,7 @@ class Coding:
 
 
 class Decoder(Protocol):
-    """A source of values that this rank computes while it saves, in place of an entry's memory."""
+    """Computes an entry's values while this rank saves them; the entry then has no memory."""
 
     def read(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ``count`` values from number ``first`` on, as a 1-D tensor in host memory."""
@@ -79,9 +79,9 @@ class Entry:
         return math.prod(self.shape)
 
     def own(self, index: int, *, reading: bool = False) -> np.ndarray:
-        """Return the spans that this rank writes, such that the ranks together write each element
-        once; with ``reading``, the spans that this rank verifies. ``index`` is the position of the
-        entry, by which small tensors are distributed evenly over their replicas.
+        """Return the spans that this rank writes. The ranks together write each element exactly
+        once. With ``reading``, return the spans that this rank verifies. The replica that writes
+        a small tensor is chosen by ``index``, the entry's position, so that each has its share.
         """
         k, n = self.replica
         if n == 1:
@@ -126,9 +126,9 @@ def parts_of_some(entries: Sequence[Entry], world: int) -> np.ndarray:
 
 
 def settle(entries: Sequence[Entry], received: Sequence[np.ndarray], rank: int) -> None:
-    """If several groups of ranks have equal parts of an entry, treat these parts as replicas, and
-    let the first replica be written. This happens with tensor parallelism, for parameters that are
-    sharded only over the data-parallel dimension of the mesh. ``received`` has the result of
+    """If several groups of ranks have equal parts of an entry, treat these parts as replicas, of
+    which only the first is written. Such parts occur with tensor parallelism, for parameters that
+    are sharded only over the data-parallel dimension of the mesh. ``received`` has the result of
     ``parts_of_some`` of every rank. Local.
     """
     table = np.concatenate(received)

@@ -25,9 +25,9 @@ NEW, _OLD = ".new-", ".old-"
 _LENGTH_BYTES = 8
 _COPY_BYTES = 8 << 20
 _SYNCS_AT_ONCE = 8
-# A folder's name of more bytes is cut before it becomes a part of a temporary name.
+# A folder's name that has more bytes is cut before it becomes a part of a temporary name.
 _LONGEST_NAME = 200
-_HALF = "".join(map(chr, range(0xDC80, 0xDD00)))  # os.fsdecode gives these for a cut character
+_HALF = "".join(map(chr, range(0xDC80, 0xDD00)))  # os.fsdecode of a cut character
 OF_ONE_FILE = (errno.ENOENT, errno.EMLINK)  # errors after which other files may still be linked
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _removing: dict[Path, threading.Thread] = {}
@@ -120,9 +120,9 @@ class Draft:
     def publish(self, written: Sequence[Path] = ()) -> None:
         """Make the files ``written`` and the folder durable, rename the folder to ``target``, and
         make the new name durable. A folder that was at ``target`` before is then removed by a
-        thread, because freeing its space takes long. If this function raises ``OSError``, the names
-        are as before; if the folders cannot be renamed back, both folders stay, and the text says
-        where they are.
+        thread, because freeing its space takes long. If this function raises ``OSError``, the
+        folders have their old names. If the old names cannot be restored, both folders stay, and
+        the text of the error says where they are.
         """
         sync([*written, *(Path(folder) for folder, _, _ in os.walk(self.path))])
         exchange = self.overwrite and os.path.lexists(self.target)
@@ -267,7 +267,7 @@ def leftovers(target: Path) -> Iterator[Path]:
 
 
 def clean(target: Path) -> None:
-    """Remove the leftovers of ``target``."""
+    """Remove the temporary folders and files that ``leftovers(target)`` yields."""
     for path in leftovers(target):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

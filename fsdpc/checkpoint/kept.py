@@ -388,7 +388,7 @@ def _stamp_of_states(
     state_of = dict(zip(map(id, optimizer.state), optimizer.state.values(), strict=True))
     none: dict[str, Any] = {}
     states = [state_of.get(number, none) for number in chain.from_iterable(members)]
-    # Equal tuples of keys get one number: many new objects would start the garbage collector.
+    # Equal tuples of keys get one number. Many kept tuples would start the garbage collector.
     known: dict[Any, int] = {}
     keys = [known.setdefault(own, len(known)) for own in map(tuple, states)]
     values = list(chain.from_iterable([state.values() for state in states]))
@@ -413,8 +413,9 @@ def _stamp_of_states(
 
 
 def _digests_of(wholes: Sequence[tuple[list[int], list[int]]], now: _StateStamp) -> np.ndarray:
-    """Return the position and a digest of each tensor. The digest of a tensor of at most eight
-    bytes (such as ``step``) is these bytes. The digest of a larger tensor is the CRC of its bytes.
+    """Return each tensor's position in the layout, and a digest. The digest of a tensor of at most
+    eight bytes (such as ``step``) is these bytes. The digest of a larger tensor is the CRC of its
+    bytes.
     Two tensors with equal CRCs are taken for equal, and the first rank's tensor is saved.
     """
     found = [np.empty((2, 0), np.int64)]

@@ -104,7 +104,7 @@ class Mapped:
     """
 
     tensors: dict[str, Where | Lazy] = field(default_factory=dict)
-    # For messages: the name in the files of a tensor from which each of the tensors is made.
+    # For error messages: for each key of ``tensors``, a name in the files from which it is made.
     origin: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, value: Where | Lazy, stored: str) -> None:
@@ -216,7 +216,7 @@ def names_inside(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     before peft put layers around modules. The copies of a module that peft trains as a whole
     (``modules_to_save``) get the names of the original module.
     """
-    cuts: dict[str, int] = {}  # prefix that ends with peft's part -> where this part begins
+    cuts: dict[str, int] = {}  # prefix ending in peft's part -> index where this part begins
     for path, module in adapter_layers(model):
         if "base_layer" in module._modules:
             cuts[f"{path}.base_layer."] = len(path) + 1
@@ -240,8 +240,8 @@ def names_inside(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def library_model(shadow: nn.Module) -> tuple[str, Any] | None:
-    """Return the name and the module of the only outermost model of transformers in a tree, or
-    ``None`` if there are none or several.
+    """Return the name and the module of transformers' model in a tree of modules. Models inside of
+    other models of transformers do not count. Returns ``None`` if there is not exactly one model.
     """
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:

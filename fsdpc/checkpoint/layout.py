@@ -103,8 +103,8 @@ class Layout:
 
 
 def file_dtype(entry: Entry, cast: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of an entry in the file: ``cast`` for floats if it is given, else the dtype
-    of the entry.
+    """Return the dtype of an entry in the file. ``cast``, if it is given, is the dtype of all
+    float entries that are not ``exact``. Other entries keep their own dtype.
     """
     casts = cast is not None and can_cast(entry.dtype) and not entry.exact
     return cast if casts else entry.dtype
@@ -189,7 +189,7 @@ def fingerprint(layouts: Sequence[Layout]) -> str:
     return f"{crcs} {sum(len(file.places) for layout in layouts for file in layout.files)}"
 
 
-# The columns of a table of ranges. ``ckpt_write`` takes the first six of them.
+# The columns of a table of ranges. ``ckpt_write`` takes the first six columns.
 MEMORY, OFFSET, NBYTES, IN_TENSOR, MEMORY_TYPE, FILE_TYPE, INDEX = range(7)
 COMPUTED = 4096  # the address of the first computed value; not 0, which stands for no memory
 
@@ -226,8 +226,9 @@ class PlannedSet:
 
 
 def fragments(rows: np.ndarray, block_bytes: int = BLOCK_BYTES) -> np.ndarray:
-    """Cut ranges at the borders of their tensors' blocks. Returns the parts as rows ``(index,
-    offset in the tensor, bytes)``, in the order in which ``ckpt_write`` returns their digests.
+    """Cut ranges at the borders of their tensors' blocks. Returns the parts as rows ``(index of
+    the tensor, offset in the tensor, bytes)``, in the order in which ``ckpt_write`` returns their
+    digests.
     """
     first = rows[:, IN_TENSOR] // block_bytes
     last = (rows[:, IN_TENSOR] + rows[:, NBYTES] - 1) // block_bytes

@@ -20,7 +20,7 @@ from fsdpc._torch import make_wrapper_subclass, tree_leaves, tree_map
 from fsdpc.lowbit import encode_rows
 
 _CHUNK_BYTES = 8 << 20
-_RUN_BYTES = 16 << 10  # shorter runs are read together with the bytes between them
+_RUN_BYTES = 16 << 10  # runs of fewer bytes are read together with the bytes between them
 _MOST_RUNS = 1 << 16
 _aten = torch.ops.aten
 Run = tuple["Source", int, int]
@@ -40,7 +40,7 @@ class Node:
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.shape, self.dtype = tuple(shape), dtype
-        self.cost = dtype.itemsize  # bytes of memory for each element while it is read
+        self.cost = dtype.itemsize  # bytes of memory that reading takes for each element
 
     def block(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Return the values of a block. The memory may be shared with other blocks. Local."""
@@ -249,8 +249,8 @@ class Coded(Node):
 
 
 def _by_rows(node: Node, offsets: Sequence[int], sizes: Sequence[int]) -> list[Run]:
-    """Return the runs of a block as the runs of its slices, one after the other: the block is
-    sliced at each index of its first dimension whose size is larger than one.
+    """Slice a block at each index of its first dimension of a size larger than one. Return the
+    runs of all slices, one slice after the other.
     """
     dim = next(i for i, n in enumerate(sizes) if n > 1)
     if sizes[dim] > _MOST_RUNS:

@@ -80,8 +80,9 @@ class Loaded:
 
 @dataclass
 class Work:
-    """The entries that this rank reads, each with its place in a file. ``pairs`` has two names of
-    each loaded tensor, in the model and in the checkpoint; the list must be equal on all ranks.
+    """The entries that this rank reads, each with its place in a file. ``pairs`` has, for
+    each loaded tensor, its name in the model and its name in the checkpoint; the list must be equal
+    on all ranks.
     ``shared`` has the places that several ranks read whole; all ranks have the same list.
     """
 
@@ -606,8 +607,8 @@ def _compare_read(
     try:
         for work, received in zip(works, parts, strict=True):
             rows, crcs = _without_doubles(work, received)
-            # A flat parameter has a number such as ``step`` once. The number is read only under the
-            # first of the parameter's names.
+            # A flat parameter that covers several parameters has one ``step``. The ``step`` is read
+            # only under the name of the first of these parameters.
             read = {int(index) for index in rows[:, 0]}
             shared = [(file, place) for file, place in work.shared if place.index in read]
             _compare(Work(work.items, [], shared), found, [(rows, crcs)])
@@ -641,8 +642,9 @@ def _without_doubles(
 
 def _compare_lent(work: Work, found: Found, read: tuple[np.ndarray, np.ndarray]) -> None:
     """Verify the few bytes that this rank has read but another rank writes (``Entry.borrowed``).
-    Read the whole block that contains these bytes. Compare the block's digest with the manifest,
-    and the digest of these bytes with that of the bytes that were read before.
+    Read the whole block that contains these bytes. Compare the block's digest with the manifest.
+    Compare the digest of these bytes in the block with the digest in ``read``, which is that of the
+    bytes that were read before.
     """
     assert found.manifest is not None
     places = {place.index: (file, place) for _, file, place in work.items}
@@ -687,8 +689,9 @@ def _compare(work: Work, found: Found, parts: Sequence[tuple[np.ndarray, np.ndar
 def read_into(
     work: Work, found: Found, compares: bool, advance: Callable[[int], object] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Read this rank's elements into their memory. Returns fragments and their digests. ``advance``
-    is called with the number of bytes of each part that is read into host memory.
+    """Read this rank's elements into their memory. Returns fragments (see ``layout.fragments``)
+    and their digests. ``advance`` is called with the number of bytes of each part that is read into
+    host memory.
     """
     tables: dict[str, tuple[StoredFile, list[np.ndarray]]] = {}
     done = []
@@ -780,8 +783,8 @@ def _read_from(file: StoredFile, rows: np.ndarray, fd: int) -> tuple[np.ndarray,
 def _read_to_devices(
     items: Sequence[tuple[Entry, StoredFile, Place]], *, borrowed: bool = False
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Read into the memory of GPUs through staging buffers. At the end torch's stream waits for the
-    copies; the host does not.
+    """Read into the memory of GPUs through staging buffers. At the end torch's current stream waits
+    for the copies; the host does not.
     """
     files: dict[str, tuple[StoredFile, list[tuple[Entry, np.ndarray]]]] = {}
     for entry, file, place in items:

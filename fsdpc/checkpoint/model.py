@@ -228,7 +228,7 @@ def _add_param(found: Model, name: str, param: nn.Parameter, names: list[str]) -
 
 
 def _add_scales(found: Model, names: list[str], param: nn.Parameter) -> None:
-    """Add the scales of a quantized parameter, which every rank has beside the parameter."""
+    """Add the scales of a quantized parameter. Every rank has all of these scales."""
     for key, scale in scales(param):
         entry = tensor_entry(f"{names[0]}.{key}", scale, f"scales of {names[0]}", found.everyone)
         entry.exact = True
@@ -287,8 +287,8 @@ def _refuse_meta(tensor: torch.Tensor, what: str) -> None:
 
 
 class _Block(NamedTuple):
-    """The block of a DTensor that this rank has. ``spans`` is shared by several tensors and must
-    not be changed. ``sizes`` is None if this rank is not in the mesh.
+    """The block of a DTensor that this rank has. Several tensors use the same ``spans``
+    array, which must not be changed. ``sizes`` is None if this rank is not in the mesh.
     """
 
     sizes: tuple[int, ...] | None

@@ -232,8 +232,8 @@ def _local(value: Any) -> Any:
 
 
 def _outline(each: StateRow, numbers: set[str]) -> tuple[int, dict[str, list[Any]]]:
-    """Return how many elements of the parameters this rank has, and the kind, dtype and form of
-    each value of their state.
+    """Return how many elements of the row's parameters this rank has, and a list that describes
+    each value of their state: the kind, and what must be equal on all ranks (such as the dtype).
     """
     count = sum(count_of(spans) for _, spans in each.covers)
     form: dict[str, list[Any]] = {}
@@ -290,9 +290,9 @@ def _unpacked(received: dict[str, Any]) -> list[tuple[int, dict[str, list[Any]]]
 def _merge(
     each: StateRow, received: Sequence[Any], alike: dict[tuple[int, int], bool]
 ) -> tuple[dict[str, list[Any]], int]:
-    """Return the description that the first rank with elements of the parameters has sent of their
-    state, and that rank. ``alike`` is a cache: for the ids of two descriptions, it says whether
-    they are equal. Raises ``CheckpointError`` if the ranks' outlines differ.
+    """Return the description of a state from the first rank that has elements of the parameters,
+    and the number of this rank. ``alike`` is a cache: for the ids of two descriptions, it says
+    whether the descriptions are equal. Raises ``CheckpointError`` if the ranks' outlines differ.
     """
     ranks = [rank for rank, (count, _) in enumerate(received) if count > 0] or [0]
     first = ranks[0]
@@ -392,7 +392,7 @@ class NewState:
             group.update(options)
 
 
-# Dtype and shape of each state tensor in the checkpoint.
+# The dtype and shape of each state tensor in the checkpoint, by the name of the tensor.
 Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
@@ -486,7 +486,7 @@ class _Maker:
         device = self.optimizer.states_device(member.param)
         owned = self.optimizer.span_owned(member.param)
         # Any rank may own the whole state of a DTensor. So every rank makes the state ``step`` of a
-        # DTensor, even without elements.
+        # DTensor, even a rank that has no elements of the DTensor.
         whole = isinstance(member.param, DTensor) and self.optimizer.keeps_whole_states
         every = zip(member.covers, wanted, counted, owned, strict=True)
         for (entry, spans), forms, has_step, here in every:

@@ -35,8 +35,8 @@ class Preemption:
         signals: the signals to handle. The previous handlers are restored at the end of the block.
         group: the ranks that agree; by default all ranks.
 
-    Local. Raises ``ValueError`` outside of the main thread, because only the main thread can set
-    handlers in Python, and ``OSError`` for a signal that no process can handle.
+    Local. Raises ``ValueError`` outside of the main thread, because in Python only the main thread
+    can set handlers. Raises ``OSError`` for a signal that no process can handle.
     """
 
     def __init__(

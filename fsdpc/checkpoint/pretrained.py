@@ -341,7 +341,7 @@ def _mapped(
     keys: Sequence[KeyMap],
     rename: Rename,
 ) -> tuple[Mapped, set[str]]:
-    """Return the files' tensors by their names in the model, and the names of those that
+    """Return the files' tensors by their names in the model, and the names of the tensors that
     transformers ignores. ``Pretrained.unexpected`` must not list the ignored names.
     """
     own_name = renamer(rename)
@@ -354,7 +354,7 @@ def _mapped(
     extra: set[str] = set()
     shapes = _shapes(target)
     inside = names_inside(shadow, shapes)
-    for name in inside.keys() & rest.keys():  # names that peft has changed, as `save` writes them
+    for name in inside.keys() & rest.keys():  # peft changed these names, and `save` writes them so
         made.add(name, rest.pop(name), renamed.origin[name])
     if library is not None:
         prefix = f"{library[0]}." if library[0] else ""
@@ -412,9 +412,9 @@ def _shapes(target: Model) -> dict[str, torch.Tensor]:
 def _places(
     path: Path, mapped: Mapped, target: Model, kept: set[str]
 ) -> tuple[dict[str, Where], list[tuple[str, Any, Any]]]:
-    """Return a dict with the file and place of each tensor, and the pairs of tied tensors of which
-    the files have both. A ``Lazy`` tensor gets a place in an object that behaves like a file and
-    reads the values from ``Lazy.node``.
+    """Return a dict with the file and place of each tensor. Also return the pairs of tied tensors
+    that the files have under both names. A ``Lazy`` tensor gets a place in an object that behaves
+    like a file and reads the values from ``Lazy.node``.
     """
     where: dict[str, Where] = {}
     places: list[Place] = []

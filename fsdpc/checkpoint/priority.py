@@ -10,7 +10,7 @@ import threading
 _NICE = 19
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # the number of the system call ioprio_set
 _WHO_PROCESS = 1  # the id that follows is the id of a thread
-_LOWEST = 2 << 13 | 7  # the lowest of the best-effort class; an idle-class thread may never run
+_LOWEST = 2 << 13 | 7  # lowest priority of the best-effort class; the idle class may never run
 
 
 def lower() -> None:

@@ -37,7 +37,7 @@ RNG = "rng"
 @dataclass
 class Part:
     """A part of a checkpoint, which is a folder. It has the tensors of ``model`` if ``holds_model``
-    is true, and the state of ``optimizer`` if that is not None.
+    is true, and the state of ``optimizer`` if ``optimizer`` is not None.
     """
 
     name: str
@@ -124,8 +124,8 @@ class RandomStates:
 
 def states_of(scheduler: Any, states: States, rng: bool) -> tuple[Any, dict[str, Any]]:
     """Return the single scheduler, and a dict from names to the objects of which a checkpoint saves
-    every rank's state. If ``scheduler`` is a dict, its schedulers are in that dict, and the first
-    result is ``None``. Local. Raises ``TypeError`` if an object has no ``state_dict()`` or no
+    every rank's state. If ``scheduler`` is a dict, the returned dict has its schedulers, and the
+    first result is ``None``. Local. Raises ``TypeError`` if an object has no ``state_dict()`` or no
     ``load_state_dict()``, and ``ValueError`` if ``states`` has the name that ``rng`` uses.
     """
     found = dict(states or {})

@@ -41,10 +41,10 @@ SLOT_BYTES = 32 << 20
 _PAGE = 4096
 _ALIGNED = 64
 _GRAIN = 1 << 16
-_FOR_THREADS = 1 << 20  # bytes; larger or equal copies use torch, which may use several threads
+_FOR_THREADS = 1 << 20  # bytes; copies of at least this size use torch and its threads
 _PINNED = "FSDPC_PINNED_MIB"
 _NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
-SIZES = (4, 2, 2, 8, 1)  # bytes of an element; the index is the engine's number of the dtype
+SIZES = (4, 2, 2, 8, 1)  # bytes of an element, by the engine's number of the dtype
 
 
 def in_host_memory(entry: Entry) -> bool:
@@ -277,7 +277,7 @@ class Landing:
 
     watched: Sequence[Tensor]
     lanes: list[tuple[Lane, int]] = field(default_factory=list)
-    sources: list[Tensor] = field(default_factory=list)  # kept alive until they are copied
+    sources: list[Tensor] = field(default_factory=list)  # kept alive until the copies end
     versions: list[int] = field(default_factory=list)
     joined: bool = False
     torn: bool = False
@@ -369,8 +369,8 @@ def _ordinary(total: int) -> Tensor:
 
 def _host_snapshot(moves: np.ndarray, total: int, landing: Landing) -> Tensor:
     """Copy ranges of host memory into a snapshot, and return the snapshot's memory. Each row of
-    ``moves`` has an address, an offset in the snapshot, and a number of bytes. The offsets are
-    replaced by addresses in place.
+    ``moves`` has an address, an offset in the snapshot, and a number of bytes. This
+    function overwrites the offsets in ``moves`` with the addresses of the copies.
     """
     memory = landing.take(_on_host, _on_host.take(total, _ordinary))
     moves[:, 1] += memory.data_ptr()
@@ -401,7 +401,7 @@ def _gpu_snapshot(
         _through_slots(staging, moves)
         return memory
     staging.lane.begin()
-    for kind in (False, True):  # False, first: tensors that a forward may write
+    for kind in (False, True):  # first the tensors that a forward may write (not steady)
         for source, target, nbytes in moves[steady == kind].tolist():
             staging.lane.out(target, source, nbytes)
         if not kind:

@@ -22,9 +22,9 @@ def check_keys(
     chosen: set[str],
 ) -> None:
     """Check that the checkpoint has the states that the optimizer uses, and no others. Raises
-    ``ValueError``, which names the parameter and the states that are missing or not used. For
-    classes other than torch's and fsdpc's, the expected states are those that the optimizer has
-    now. If the optimizer has no states, nothing is compared. Local.
+    ``ValueError``, which names the parameter and the states that are missing or not used. If
+    ``_usual`` does not know the states of the optimizer's class, the states that a parameter has
+    now are expected. If the parameter then has no states, it is not compared. Local.
     """
     if hasattr(optimizer, "span_states"):
         return  # make_state checks the states of such an optimizer

@@ -84,7 +84,7 @@ def read_metrics(directory: AnyPath, steps: Iterable[int]) -> dict[int, float]:
 
 
 def named_latest(directory: AnyPath) -> int | None:
-    """Return the step that the file ``latest`` names, or None if there is no such step. Local."""
+    """Return the step that the file ``latest`` names, or None if the file names no step. Local."""
     try:
         match = _NAME.fullmatch((directory / LATEST).read_text().strip())
     except (OSError, UnicodeDecodeError):
@@ -109,7 +109,7 @@ def _numbers(directory: AnyPath) -> dict[int, int | None]:
         match = _NAME.fullmatch(path.name)
         if match and path.holds_checkpoint():
             number = _number(path)
-            if number is not None or path.holds_checkpoint():  # else the folder is gone by now
+            if number is not None or path.holds_checkpoint():  # else it was removed
                 numbers[int(match[1])] = number
     return numbers
 

@@ -28,7 +28,7 @@ from fsdpc.checkpoint.layout import NBYTES, OFFSET
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # `Path` replaces "//" by "/"
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs",
              "az": "adlfs", "hf": "huggingface_hub", "oci": "ocifs", "oss": "ossfs"}  # fmt: skip
-MOST_AT_ONCE = 64 << 20  # bytes of one file that are fetched together
+MOST_AT_ONCE = 64 << 20  # about how many bytes of one file are fetched at a time
 _PART = 8 << 20
 _GAP = 1 << 16  # ranges with at most this many bytes between them share a request
 
@@ -231,7 +231,7 @@ def local_path(path: str | os.PathLike[str]) -> LocalPath:
 
 
 class RemoteFile:
-    """A file in object storage, with the method ``read`` of ``held.Held``."""
+    """A file in object storage. Its method ``read`` is like that of ``held.Held``."""
 
     def __init__(self, url: Url, size: int, mark: str) -> None:
         self._url, self.size, self.stamp = url, size, (mark, size)

@@ -62,7 +62,7 @@ class StreamReader:
         self._memory: mmap.mmap | None = None
         self._fd = -1
         self._slot = 0
-        # By bucket, the mappings of its tensors. The slots of these buckets are not yet released.
+        # For each bucket whose slot is not released yet: the mappings of the bucket's tensors.
         self._maps: dict[int, list[weakref.ref[mmap.mmap]]] = {}
         self._set: StreamedSet | None = None
 

@@ -57,7 +57,7 @@ class WeightStream:
         self._rank0_only, self._device = rank0_only, device
         self._rooms = Rooms()
         self._outlet: Outlet | None = None
-        # Of the last set: the values of the model's stamp (see ``kept.Stamp``), and the plan.
+        # From the last set: the values of the model's stamp (see ``kept.Stamp``), and the plan.
         self._kept: tuple[list[Any], Whole] | None = None
 
     def metadata(self) -> list[WeightInfo]:
@@ -102,9 +102,9 @@ class WeightStream:
             raise
 
     def send(self, to: Callable[[Bucket], object]) -> None:
-        """Call ``to`` with every bucket of a set, on every rank or, with ``rank0_only``, on rank 0.
-        Collective. ``CheckpointError``: as for ``buckets``, or ``to`` has raised an error on a
-        rank.
+        """Call ``to`` with every bucket of a set, on every rank. With ``rank0_only``, call it only
+        on rank 0. Collective. ``CheckpointError``: as for ``buckets``, or ``to`` has raised an
+        error on a rank.
         """
         ranks = ranks_of(self._group, beside=True)
         keeps = self._keeps(ranks)
@@ -123,14 +123,14 @@ class WeightStream:
         deadline: float | None = None,
         step: int | None = None,
     ) -> None:
-        """Send a set to ``readers`` other processes of rank 0's host, each of which reads with a
+        """Send a set to other processes of rank 0's host, each of which reads with a
         ``StreamReader``. Collective. Returns when all readers have the whole set, on the CPU.
         ``rank0_only`` and ``device`` are ignored.
 
         Args:
             path: the path of a Unix socket. The first call makes the socket; ``close`` or the
                 interpreter's end removes it. Only processes of the same user may read.
-            readers: the number of readers.
+            readers: the least number of readers. The call waits until they have asked for a set.
             deadline: seconds that each wait for a reader may take; default ``FSDPC_TIMEOUT``.
             step: a number that the readers get with the set.
 

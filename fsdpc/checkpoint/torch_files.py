@@ -230,9 +230,9 @@ def stored_file(path: Path, name: str, places: list[Place], leaves: Sequence[Sto
 def open_any(
     path: AnyPath, *, trust: bool = False, prefix: str = "", links: bool = False
 ) -> Opened | TorchFiles:
-    """Open any checkpoint that ``load`` takes; object storage may only contain safetensors. Local.
-    ``trust``: see ``Folder``. ``prefix``: see ``TorchFiles``; ignored for safetensors. ``links``:
-    see ``Root``. ``CheckpointError``: the checkpoint is missing or damaged.
+    """Open any checkpoint that ``load`` takes. In object storage, only checkpoints of safetensors
+    can be opened. Local. ``trust``: see ``Folder``. ``prefix``: see ``TorchFiles``; ignored for
+    safetensors. ``links``: see ``Root``. ``CheckpointError``: the checkpoint is missing or damaged.
     """
     place = place_of(path)
     if not place.appears_whole:
@@ -457,7 +457,7 @@ def _values(tree: Any) -> Any:
         if value.numel():
             tree.read(0, value.view(-1))
         return value
-    return copy.deepcopy(tree)  # a tensor over a mapped file would change with the file
+    return copy.deepcopy(tree)  # a tensor in a mapped file would change with the file
 
 
 def _milestones(tree: Any) -> Any:

@@ -57,7 +57,7 @@ def _entries(
 ) -> list[tuple[Entry, np.ndarray]]:
     flat_param = handle.flat_param
     result = []
-    numels = np.array(flat_param._numels_with_padding)  # sizes of parameters and padding
+    numels = np.array(flat_param._numels_with_padding)  # elements of each parameter and padding
     begins = (np.cumsum(numels) - numels)[~np.array(flat_param._is_padding_mask, dtype=bool)]
     for fqn, shape, info, begin in zip(
         flat_param._fqns,
@@ -82,8 +82,8 @@ def _entries(
 
 
 def _replica(module: nn.Module, handle: Any) -> tuple[int, int]:
-    """Return this rank's number among the ranks that have the same elements, and the number of
-    these ranks. With HYBRID_SHARD, these ranks are the group ``_inter_node_pg``. Without sharding,
+    """Return this rank's index among the ranks that have the same elements, and how many these
+    ranks are. With HYBRID_SHARD, these ranks are the group ``_inter_node_pg``. Without sharding,
     they are the unit's process group.
     """
     group = getattr(module, "_inter_node_pg", None)

@@ -43,7 +43,7 @@ class _Written:
     stamp: tuple[int, int, int] | None  # changes if the file changes; None on ranks other than 0
 
 
-# The keys are the folder that contains the checkpoints and the file's path in a checkpoint.
+# A key is (the folder that contains the checkpoints, the path of the file in a checkpoint).
 _written: OrderedDict[tuple[Path, str], _Written] = OrderedDict()
 _links: dict[Path, bool] = {}  # on rank 0: whether files can be linked in a folder
 
@@ -66,7 +66,7 @@ class Unchanged:
         """Take the files that have not changed out of the plan. ``begin`` is called before the
         memory of frozen parameters is read.
 
-        A call does not read parameters in a GPU's memory. Another call reads these parameters after
+        The first call does not read parameters in a GPU's memory. A later call reads them after
         they were copied to the host. When every rank has read all its frozen parameters, further
         calls do nothing. Until then, a call is collective if the plan has frozen files.
         """
@@ -145,8 +145,8 @@ class Unchanged:
             self._own.setdefault(path, []).append(part)
 
     def keep(self, save: str) -> None:
-        """Record the files of the checkpoint after it is complete. ``save`` is a word that is equal
-        on all ranks and different for each save. Local.
+        """Record the files of the complete checkpoint for later saves. ``save`` is a word that is
+        equal on all ranks and different for each save. Local.
         """
         for path, (form, digests) in self._now.items():
             file, key = self._target / path, self._key(path)
@@ -168,8 +168,8 @@ def _open(path: Path) -> Held | None:
 
 def _digests(table: Table) -> list[tuple[int, int]]:
     """Return a digest of the positions of the ranges, then a digest of each range's bytes in
-    memory. A digest is wider than a 32-bit checksum, which would miss one change in 2^32. Some
-    weights that count as frozen, such as averages, may change at every step.
+    memory. Some weights that count as frozen, such as averages, may change at every step. A
+    32-bit checksum would miss one change in 2^32, so a digest is wider.
     """
     rows, sizes = table.rows, np.array(SIZES)
     lengths = rows[:, NBYTES] // sizes[rows[:, FILE_TYPE]] * sizes[rows[:, MEMORY_TYPE]]

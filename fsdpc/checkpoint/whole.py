@@ -34,8 +34,8 @@ ALIGNED = 4096  # tensors in a bucket begin at pages, so that readers can map ea
 @dataclass
 class Part:
     """A tensor with all its names. ``dtype`` is its dtype in the bucket, ``stored`` its dtype in
-    the model. The tensor is parameter ``number`` of ``unit``; if ``unit`` is None, the tensor is
-    ``tensor``, which is a DTensor or a plain tensor of which each rank has its own values.
+    the model. The tensor is parameter ``number`` of ``unit``. If ``unit`` is None, the tensor is
+    ``tensor``: a DTensor, or a plain tensor. Each rank has its own values of a plain tensor.
     """
 
     names: list[str]
@@ -90,7 +90,7 @@ class Rooms:
         for room in self._kept:
             if len(room) >= nbytes and _is_free(room):
                 return room
-        self._kept = [room for room in self._kept if not _is_free(room)]  # too small
+        self._kept = [room for room in self._kept if not _is_free(room)]  # free but too small
         made = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._kept.append(made)
         return made
@@ -98,7 +98,7 @@ class Rooms:
 
 def _is_free(room: Tensor) -> bool:
     storage = room.untyped_storage()
-    return storage_use_count(storage) <= 2  # one by ``room``, one by ``storage``
+    return storage_use_count(storage) <= 2  # the uses by ``room`` and by ``storage``
 
 
 class Whole:
@@ -284,8 +284,8 @@ def _parts(model: nn.Module, found: Model, dtype: torch.dtype | None) -> Iterato
 
 
 def _owners(model: nn.Module, found: Model) -> dict[str, tuple[Any, int]]:
-    """Return a dict from the name of each sharded tensor to the unit that shards it, and its number
-    in that unit.
+    """Return a dict from the name of each sharded tensor to a pair: the unit that shards the
+    tensor, and the number of the tensor in this unit.
     """
     flat = {e.name: (e.unit, e.number) for e in found.entries if e.unit is not None}
     numbers = {}

@@ -34,7 +34,7 @@ from fsdpc.checkpoint.staging import SIZES, begun, cut_row, in_host_memory
 
 _COLUMNS = 7
 _COMPUTED_BYTES = 32 << 20
-_WAVE_BYTES = 256 << 20  # most bytes that one call writes; signals are checked between calls
+_WAVE_BYTES = 256 << 20  # largest size of one write; signals are checked between writes
 _PAGE = 4096
 
 
@@ -111,7 +111,7 @@ def write_rows(place: Place, entry: Entry) -> np.ndarray:
 
 
 def _all_rows(items: Sequence[tuple[Place, Entry]]) -> np.ndarray:
-    """Return the concatenated tables of ``write_rows`` for many tensors, in any order."""
+    """Return the tables of ``write_rows`` for many tensors as one table, in any order."""
     single, parts = [], []
     for place, entry in items:
         spans = entry.own(place.index)
@@ -131,9 +131,9 @@ def _row(place: Place, entry: Entry, spans: np.ndarray, base: int) -> tuple[int,
 
 
 def rows_of(place: Place, entry: Entry, spans: np.ndarray, memory: int | None = None) -> np.ndarray:
-    """Return a table with the range of each span of one tensor. ``memory`` is the address of the
-    values; by default it is the address of the entry's memory. It is 0 if the ranges are only read
-    for their checksums and the values are not kept.
+    """Return a table with one range of the file for each span of a tensor. ``memory`` is the
+    address of the values, by default that of the entry's memory. If ``memory`` is 0, the ranges are
+    only read for their checksums, and the values are not kept.
     """
     item, own = place.dtype.itemsize, entry.dtype.itemsize
     types = codes(entry.dtype, place.dtype)
@@ -178,8 +178,8 @@ def waves(rows: np.ndarray, most: int) -> Iterator[np.ndarray]:
 
 
 def write_job(job: Job, *, skip_edges: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Write one job and return its fragments and their digests. The bytes are not durable before
-    ``folders.sync`` of the file.
+    """Write one job and return its fragments and their digests. The bytes become durable when
+    ``folders.sync`` is called for the file.
     """
     parts = fragments(job.rows)
     digests = np.zeros(len(parts), dtype=np.uint32)

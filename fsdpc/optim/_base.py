@@ -50,9 +50,9 @@ class FusedOptimizer(ScaledSteps):
     """The base class of optimizers that step in one pass over parameters, gradients and states. The
     pass runs in C on the host, or as kernels on a GPU.
 
-    Subclasses step one group at a time in ``_step_group``. A step is local, except with clipping
-    and in optimizers whose documentation says so. Such a step communicates, and all ranks of the
-    parameters' groups must call it.
+    Subclasses step one parameter group at a time in ``_step_group``. A step with clipping is
+    collective over the ranks that share the parameters. Any other step is local, unless the
+    optimizer's documentation says that it is collective.
     """
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf for the step
@@ -136,10 +136,10 @@ class FusedOptimizer(ScaledSteps):
         ``last_norm``. Such a step does not write to ``.grad``, neither for the clipping nor for a
         loss scale. With ``torch.amp.GradScaler``, call ``scaler.step(optimizer, max_norm=...)``.
 
-        Collective over the ranks that share parameters if ``max_norm`` is given, else local unless
-        the class says otherwise. ``NotImplementedError``: a parameter is neither on the host nor on
-        a CUDA GPU. ``RuntimeError``: a gradient is sparse. After either error the group with this
-        parameter has not changed.
+        With ``max_norm``, collective over the ranks that share parameters. Without it, local,
+        unless the class says otherwise. ``NotImplementedError``: a parameter is neither on the host
+        nor on a CUDA GPU. ``RuntimeError``: a gradient is sparse. After either error, the parameter
+        group with this parameter has not changed.
 
         If all parameters are on one GPU, the step is queued on torch's current stream and the host
         does not wait: the loss scale, the flag for infinities, the clipping factor and the state
@@ -196,7 +196,7 @@ class FusedOptimizer(ScaledSteps):
 
     def measure(self, every: int = 1) -> None:
         """Let each ``every``-th step measure its gradients (before clipping, divided by the loss
-        scale), the weights after the step and the updates. ``statistics`` then has the norms and
+        scale), its updates, and the weights after the step. ``statistics`` then has the norms and
         largest magnitudes of each parameter and unit. With 0, no step is measured. Local. A
         measured step is collective over the ranks that share parameters, and every rank must call
         ``step`` the same number of times.
@@ -308,8 +308,8 @@ class FusedOptimizer(ScaledSteps):
             value.copy_(master)
 
     def _weight_of(self, group: dict[str, Any]) -> float | None:
-        """Return the weight of the new values of a group's parameters in their averages
-        (``optim.Average``), or None if this step's pass does not update averages.
+        """Return the weight with which a step adds new values of a group's parameters to their
+        averages (``optim.Average``), or None if the pass of this step does not update averages.
         """
         average = self._fsdpc_average
         plain = average is not None and self._store is None and self._steps_plainly()
@@ -334,8 +334,8 @@ class FusedOptimizer(ScaledSteps):
 
     def write_copies(self, copies: Mapping[Tensor, Tensor] | None) -> None:
         """Let each step write the new value of each float32 parameter ``param`` also to
-        ``copies[param]``, rounded to the nearest bfloat16 or float16. In host memory, the same pass
-        writes the copies, 2 bytes per element.
+        ``copies[param]``, rounded to the nearest bfloat16 or float16. In host memory, the pass
+        that updates the parameters also writes the copies, 2 bytes per element.
 
         This method is for a model in low precision whose float32 masters are this optimizer's
         parameters. The copies get the parameters' values now and after each step that changes the
@@ -397,7 +397,7 @@ class FusedOptimizer(ScaledSteps):
 
     def _begin_step(self, members: list[Members]) -> Any:
         """Make the states that do not exist yet, and start to read the offloaded states. Return the
-        pass over the offloaded states, or None.
+        pass over the offloaded states, or None if there are none.
         """
         active = [param for found in members for param in found.params]
         with self._inside_state():
@@ -477,8 +477,8 @@ class FusedOptimizer(ScaledSteps):
         return self._state_names
 
     def _beside(self, param: Tensor) -> dict[str, int]:
-        """Return a dict from the name to the number of bytes of each state of a parameter that
-        ``offload`` does not move.
+        """Return the states of a parameter that ``offload`` does not move, as a dict from the
+        state's name to its number of bytes.
         """
         return {} if self._counter is None else {self._counter: 4}
 
@@ -651,7 +651,7 @@ class FusedOptimizer(ScaledSteps):
         return self._store.tensor(param, name)
 
     def settle_states(self, params: Sequence[Tensor]) -> None:
-        """Move states that a checkpoint has set to their places, and convert them to float32 if
+        """Move states to their places after a checkpoint has set them. Convert them to float32 if
         their parameters have masters. Local.
         """
         if self._store is None:

@@ -26,7 +26,7 @@ from fsdpc.optim._places import Place, local_of
 MASTER = "master"
 AVERAGE = "average"  # the name of the state that optim.Average adds to any optimizer
 NARROW = (torch.bfloat16, torch.float16)
-Wishes = Sequence[tuple[Tensor, Sequence[Extent]]]  # each parameter, with its extents
+Wishes = Sequence[tuple[Tensor, Sequence[Extent]]]  # (parameter, its extents)
 
 
 class Entry(NamedTuple):
@@ -156,7 +156,7 @@ class Store:
         self.chunk_bytes = chunk_bytes
         self.chunks: list[Chunk] = []
         self.entries: list[Entry] = []
-        self.held: dict[Tensor, list[dict[str, Tensor]]] = {}  # states by name, per extent
+        self.held: dict[Tensor, list[dict[str, Tensor]]] = {}  # per extent: states by name
         self.mapped: set[Tensor] = set()  # parameters whose states are stepped without buffers
         self.zero: set[tuple[Tensor, str]] = set()  # states that have never been written
         self.end = 0
@@ -307,7 +307,7 @@ class Store:
 
 
 def whole_extent(param: Tensor, states: Sequence[tuple[str, torch.dtype]]) -> Extent:
-    """Return the extent of all elements of a parameter on this rank, with states that have one
+    """Return an ``Extent`` that has all elements of a parameter on this rank, and states with one
     value per element.
     """
     fields = tuple(Field(name, dtype.itemsize, dtype) for name, dtype in states)

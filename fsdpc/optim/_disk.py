@@ -28,7 +28,9 @@ from fsdpc.optim._chunks import Wishes
 from fsdpc.optim._device import refuse_disk
 
 WIPE_ON_FORK = 18  # MADV_WIPEONFORK of madvise(2), which Python 3.14 does not name
-ROOM = 1 << 22  # bytes of a part of the file that several mapped states share (each < ROOM / 8)
+# Bytes of a part of the file that several mapped states share. Each of these states has less than
+# ROOM / 8 bytes.
+ROOM = 1 << 22
 
 
 class DiskError(RuntimeError):
@@ -159,7 +161,7 @@ class Store(Chunked):
     ) -> None:
         """If ``soon``, advise the operating system to read ``count`` elements of a state from
         ``first`` on, because they will be used. Otherwise, advise it to write these elements and
-        drop them from memory. ``None``: all elements of the state from ``first`` on.
+        drop them from memory. If ``count`` is None, all elements from ``first`` on are meant.
         """
         found = self.whole.get((param, name))
         if found is None:
@@ -182,8 +184,8 @@ class Store(Chunked):
     # --- a step ----------------------------------------------------------------------------------
 
     def passes(self, active: Sequence[Tensor]) -> Pass:
-        """Start to read, and return a pass over the chunks that have states of these parameters, in
-        file order.
+        """Start to read the chunks that have states of these parameters, in the order of the file.
+        Return the pass over these chunks.
         """
         self.settle()  # if an earlier step failed, its reads may still run
         self.forget_pages()

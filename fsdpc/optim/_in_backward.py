@@ -52,9 +52,9 @@ def in_backward(
     torch's and FSDP's functions, which would find no gradients), closures and ``GradScaler`` in
     ``step``, ``no_sync``, and a second backward before ``step``. ``RuntimeError`` is also raised if
     a backward needs a unit again after the unit's step. ``TypeError``: ``make`` returns another
-    kind of optimizer. ``NotImplementedError``: a parameter is in no unit, a unit has replicas or
-    steps in backward already, or the optimizer measures its steps or communicates in them
-    (``AdamMini``, ``AdamW8bit`` where ranks share blocks).
+    kind of optimizer. ``NotImplementedError``: a parameter is in no unit, a unit has replicas, a
+    unit steps in backward already, the optimizer measures its steps, or the optimizer communicates
+    in its steps (such as ``Muon``, ``AdamMini``, and ``AdamW8bit`` if ranks share blocks).
     """
     optimizer = make(model.named_parameters())
     if not isinstance(optimizer, FusedOptimizer):

@@ -1,6 +1,6 @@
 """States of whole matrices in a file. The states are stepped in the mapping of the file, whose
-pages the operating system reads and writes. States of parameters that AdamW steps pass through
-buffers (_chunks.py).
+pages the operating system reads and writes. The other parameters are stepped by AdamW;
+their states pass through buffers (_chunks.py).
 """
 
 from __future__ import annotations

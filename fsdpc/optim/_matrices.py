@@ -28,13 +28,13 @@ SplitRule = Mapping[str, Split] | Callable[[str, tuple[int, ...]], Split | None]
 
 
 class MatrixOptimizer(WholeOptimizer):
-    """The base class of optimizers with a rule for matrices. Embeddings, output layers and all
-    parameters that are no matrices are stepped as ``fsdpc.optim.AdamW`` does, in the same groups.
+    """The base class of optimizers with an update rule for matrices. All other parameters, and
+    embeddings and output layers, are stepped by AdamW's rule, and may be in the same groups.
 
-    The first of these rules that gives an answer for a parameter decides:
+    The first of these tests that gives an answer decides whether a parameter is a matrix:
 
-    1. The group's option ``use_muon`` (``use_soap``, ``use_shampoo``): with True all parameters of
-       the group with 2 or 3 dimensions are matrices, with False none.
+    1. The group's option ``use_muon`` (``use_soap``, ``use_shampoo``): if True, all parameters of
+       the group with 2 or 3 dimensions are matrices; if False, none are.
     2. ``matrices(name, shape)``.
     3. ``fsdpc._companions.matrices.is_matrix``, which looks at the parameter's name.
     """
@@ -178,7 +178,7 @@ class MatrixOptimizer(WholeOptimizer):
         return bool(found)
 
     def matrix_shapes(self) -> dict[str, list[tuple[int, int]]]:
-        """Return the shapes of the matrices that the rule steps, by the parameter's name, or by a
+        """Return the shapes of the parameters' matrices, by the parameter's name, or by a
         number for a parameter without a name. AdamW steps the parameters that are not in the dict.
         Local.
         """

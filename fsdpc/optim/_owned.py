@@ -30,7 +30,7 @@ class Member(NamedTuple):
     matrix: Matrix
     ranks: Sequence[Span]  # every rank's span of that whole parameter
     options: dict[str, Any]  # the options of the parameter's group
-    number: int = 0  # how many ``Matrix.widths`` the earlier matrices of ``param`` have
+    number: int = 0  # the number of ``Matrix.widths`` of earlier matrices of ``param``
     several: bool = False  # whether ``param`` has several widths or several whole parameters
 
     def piece(self, rank: int) -> tuple[int, int]:

@@ -302,8 +302,8 @@ def by_group(groups: Sequence[Group]) -> list[Group]:
 
 
 def by_ranks(params: Iterable[Tensor]) -> list[tuple[list[Group], list[Tensor]]]:
-    """Return the parameters grouped by their ``group_of``. Parameters that only this rank has come
-    first. Local.
+    """Return the parameters grouped by their ``group_of``. The first item has the parameters for
+    which ``group_of`` is empty. Local.
     """
     found: dict[tuple[int, ...], tuple[list[Group], list[Tensor]]] = {(): ([], [])}
     for param in params:
@@ -321,8 +321,8 @@ class SharedBlocks:
 
     def __init__(self, width: int, spans: Iterable[tuple[Group, ParamSpan, int]]) -> None:
         self.width = width
-        self.groups: dict[int, tuple[Group, int]] = {}  # by identity: group, number of slots
-        # By a span's id: the group's identity, a block's length, and the slot of each shared block.
+        self.groups: dict[int, tuple[Group, int]] = {}  # identity -> (group, number of slots)
+        # id of a span -> (the group's identity, a block's length, the slot of each shared block)
         self._of: dict[int, tuple[int, int, dict[int, int]]] = {}
         for group, span, length in spans:
             blocks = sorted({cut // length for cut in span.cuts if cut % length})

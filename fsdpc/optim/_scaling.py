@@ -19,19 +19,19 @@ from fsdpc.optim._table import Table
 
 
 class Scaling(NamedTuple):
-    """The factors of a step's gradients. Every gradient is divided by ``scale`` and multiplied by
-    ``clip``. On a GPU, the tensors in ``control`` replace these two numbers.
+    """The factors by which a step scales its gradients. Every gradient is divided by ``scale`` and
+    multiplied by ``clip``. On a GPU, the tensors in ``control`` replace these two numbers.
     """
 
     scale: float = 1.0
     clip: float = 1.0
     control: Control = Control()
     keeps_grads: bool = False  # whether the step must not write to gradients
-    weight: float | None = None  # of new values in averages; None: the pass updates no averages
+    weight: float | None = None  # the new values' weight in averages; None: no averages
 
     @property
     def writes_grads(self) -> bool:
-        """True if the step divides gradients by a scale in their own memory."""
+        """True if the step divides gradients by the loss scale in place."""
         scaled = self.scale != 1.0 or self.control.grad_scale is not None
         return scaled and not self.keeps_grads
 
@@ -129,10 +129,10 @@ class ScaledSteps(Optimizer):
         return Scaling(scale, clip, keeps_grads=True)
 
     def leave_check(self, found: Tensor | None, agree: Callable[[], None] | None = None) -> bool:
-        """Let the next step do a scaler's check for infinities, if this is possible. Return True if
-        the next step checks its gradients, and changes nothing if a rank finds an infinity. That
-        step sets ``found`` to 1 or 0 and calls ``agree``, which replaces ``found`` by the maximum
-        over the ranks. If ``found`` is None, the next step does not check. Local.
+        """Let the next step do a scaler's check for infinities, and return True if this is
+        possible. The next step then changes nothing if a rank finds an infinity in its gradients.
+        The step sets ``found`` to 1 or 0 and calls ``agree``, which replaces ``found`` by the
+        maximum over the ranks. If ``found`` is None, the next step does not check. Local.
         """
         self._check = None
         if found is None or agree is None or self._inside is not None:

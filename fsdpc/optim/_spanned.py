@@ -133,19 +133,21 @@ class SpannedOptimizer(FusedOptimizer):
 
 
 class BlockOptimizer(SpannedOptimizer):
-    """An optimizer whose states are not tensors of the parameter's shape. It has these methods for
-    checkpoints. Their results have one item for each span in ``Place.every``:
+    """An optimizer whose states are not tensors of the parameter's shape. It has five methods for
+    checkpoints. The first four return a list with one item for each span in ``Place.every``. An
+    item is:
 
-    - ``span_forms(param)`` returns a dict from the name of each state tensor to (dtype, number of
-      elements that share a value). If one rank keeps the state as a whole, the dict has (dtype,
-      shape) for it. The result is the same on all ranks.
-    - ``span_states(param)`` returns the states, including ``step``. A state is a 1-D tensor, a
-      ``Blocks`` if several elements share a value, or a ``Held``. The item is ``{}`` before the
+    - ``span_forms(param)``: a dict from the name of each state tensor to (dtype, number of elements
+      that share a value), or to (dtype, shape) if one rank keeps the state as a whole. The result
+      is the same on all ranks.
+    - ``span_states(param)``: a dict of the states, including ``step``. A state is a 1-D tensor, a
+      ``Blocks`` if several elements share a value, or a ``Held``. The dict is empty before the
       first step, and if the span has no elements on this rank.
-    - ``span_owned(param)`` returns the names of the states that this rank keeps as a whole.
-    - ``spans_counted(param)`` returns whether the span's state has ``step``.
-    - ``take_span_states(param, states)`` sets the states that ``span_states`` returns, but gets
-      tensors in place of ``Blocks`` and ``Held``. Local.
+    - ``span_owned(param)``: the names of the states that this rank keeps as a whole.
+    - ``spans_counted(param)``: whether the span's state has ``step``.
+
+    ``take_span_states(param, states)`` sets the states that ``span_states`` returns, but gets
+    tensors in place of ``Blocks`` and ``Held``. Local.
     """
 
     keeps_whole_states = False  # whether there are ``Held`` states; fsdpc.checkpoint reads this

@@ -34,7 +34,7 @@ class Measured(NamedTuple):
 
     step: int  # the number of calls of ``step`` since ``measure``
     parameters: dict[str, Statistics]
-    units: dict[str, Statistics]  # by the name of the unit, or of the module if not sharded
+    units: dict[str, Statistics]  # key: unit name, or module name for parameters in no unit
 
 
 class Meter:

@@ -1,4 +1,5 @@
-"""Steps of parameters in host memory by a table in C, without Python code for each parameter.
+"""Steps of parameters in host memory. C code does the steps from a table of the tensors, without
+Python code for each parameter.
 
 A step on the slow path (``FusedOptimizer._members`` and the code after it) makes a table. Later
 steps use the table as long as all tensors are where that step found them; see

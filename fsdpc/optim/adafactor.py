@@ -18,7 +18,7 @@ from fsdpc.optim._scaling import Scaling
 from fsdpc.optim._spanned import Stretch
 from fsdpc.optim._whole import Forms, WholeOptimizer, piece_of, scaled
 
-Number = float | Tensor  # a tensor if the number is on a GPU and the host need not know it
+Number = float | Tensor  # a tensor for a number on a GPU: the host does not wait for it
 
 
 class Adafactor(WholeOptimizer):
@@ -164,8 +164,8 @@ def _check(lr: Any, beta2_decay: float, eps: Any, d: float, weight_decay: float)
 
 
 def _number(value: Tensor) -> Number:
-    """Return a number on the host if the host need not wait for it, as in torch's class. Otherwise
-    return a tensor.
+    """Return the value of a tensor on the CPU as a float, as torch's class does. Return a tensor
+    for a value on a GPU, so that the host does not wait.
     """
     return float(value) if value.is_cpu else value.double()
 

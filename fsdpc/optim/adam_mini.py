@@ -41,8 +41,8 @@ class Source(NamedTuple):
 
 
 class AdamMini(BlockOptimizer):
-    """Adam-mini (Zhang et al., arXiv 2406.16793). The states take 4 bytes per float32 parameter,
-    and 4 bytes per block.
+    """Adam-mini (Zhang et al., arXiv 2406.16793). The states take 4 bytes per element of a
+    float32 parameter, and 4 bytes per block.
 
     The rule is that of AdamW, but with ``v = beta2 * v + (1 - beta2) * mean(g^2 over the block)``.
     ``block`` is called with a parameter's name and shape, and returns the number of consecutive
@@ -56,7 +56,7 @@ class AdamMini(BlockOptimizer):
     ``ValueError`` unless ``block`` decides. Every parameter has the weight decay of its group.
 
     Blocks are aligned to the whole parameter. Ranks that share blocks add up their sums of squares
-    in one collective per group of ranks and step; ``step`` is then collective. Sums are float64.
+    in one collective per step and group of ranks; ``step`` is then collective. Sums are float64.
     Results on different numbers of ranks may differ in the last bit, and so may results of a GPU
     and of a CPU, because the orders of addition differ. Two equal runs are equal to the bit. Steps
     of parameters on one GPU need no host sync. While sums are computed, at most 4 million
@@ -161,8 +161,8 @@ class AdamMini(BlockOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict in torch's form, in which ``exp_avg_sq`` has the parameter's shape
-        and equal values within a block. ``exp_avg_sq`` takes 4 bytes per parameter as long as the
-        caller keeps the state dict. Local.
+        and equal values within a block. ``exp_avg_sq`` takes 4 bytes per element until the
+        caller drops the state dict. Local.
         """
         return super().state_dict()
 

@@ -36,8 +36,8 @@ class AdamW8bit(BlockOptimizer, AdamW):
     moments in float32 before they are quantised again. Quantisation never rounds an ``exp_avg_sq``
     above zero to zero. On a CPU this optimizer saves memory, but not time.
 
-    ``step`` and ``load_state_dict`` are collective if ranks share a block: all ranks of the
-    parameters' groups must call them with the same parameters.
+    ``step`` and ``load_state_dict`` are collective if ranks share a block: all ranks that
+    share parameters must call them with the same parameters.
 
     ``state_dict`` holds float32 ``exp_avg`` and ``exp_avg_sq`` of the parameters' shapes, like the
     state dict of torch's AdamW. Loading quantises both moments; moments that this class saved get
@@ -46,8 +46,9 @@ class AdamW8bit(BlockOptimizer, AdamW):
     """
 
     _kind = None
-    # In this step: for each span that shares a block, the extremes of its first and last block. The
-    # key is the id of the span.
+    # The extremes of the first and last block of each span of this step that has a block in common
+    # with other ranks. The key is the id of the span. The extremes of a block are its largest
+    # ``exp_avg``, ``-exp_avg`` and ``exp_avg_sq``.
     _edges: dict[int, np.ndarray] | None = None
     _cut: tuple[list[int], SharedBlocks] | None = None  # (min_8bit_size of groups, shared blocks)
 
@@ -141,8 +142,8 @@ class AdamW8bit(BlockOptimizer, AdamW):
         """Do nothing, because ``_begin_group`` has made the states before the step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict with float32 moments, which take 8 bytes per parameter as long
-        as the caller keeps the dict. Local.
+        """Return torch's state dict with float32 moments, which take 8 bytes per element until the
+        caller drops the dict. Local.
         """
         return super().state_dict()
 
@@ -308,8 +309,8 @@ class AdamW8bit(BlockOptimizer, AdamW):
     def _edges_away(
         self, group: dict[str, Any], stretches: list[Stretch], scaling: Scaling
     ) -> np.ndarray:
-        """Return ``_own_edges`` of stretches whose states are offloaded. The states of their end
-        blocks are copied to the device of the parameter first.
+        """Return ``_own_edges`` of stretches whose states are offloaded. The states of each
+        stretch's first and last block are copied to the parameter's device and used there.
         """
         store = self._store
         assert store is not None

@@ -24,15 +24,15 @@ def _refuse_amsgrad(group: dict[str, Any]) -> None:
 
 
 class AdamWBF16(SpannedOptimizer, AdamW):
-    """AdamW whose states are bfloat16: 4 bytes of states per parameter.
+    """AdamW whose states are bfloat16: 4 bytes of states per element of a parameter.
 
-    Every value is computed in float32 and rounded once. bfloat16 keeps 8 bits, so rounding to the
-    nearest would always lose an update below 2^-9 of a value. With ``stochastic_rounding``
-    (default) a value is rounded up with a probability equal to the fraction that is cut off, and
-    the expected value is exact. The random bits are a hash of ``seed``, the parameter's position in
-    the optimizer, the element's index in the whole parameter and the step. They are the same on any
-    number of ranks and threads, and after training resumes. Parameters in bfloat16 are rounded in
-    the same way; float32 parameters are not rounded.
+    Every value is computed in float32 and rounded once. bfloat16 has 8 significant bits, so
+    rounding to the nearest would always lose an update below 2^-9 of a value. With
+    ``stochastic_rounding`` (default) a value is rounded up with a probability equal to the fraction
+    that is cut off, and the expected value is exact. The random bits are a hash of ``seed``, the
+    parameter's position in the optimizer, the element's index in the whole parameter and the step.
+    They are the same on any number of ranks and threads, and after training resumes. Parameters in
+    bfloat16 are rounded in the same way; float32 parameters are not rounded.
 
     A state dict holds bfloat16 states, and ``torch.optim.AdamW`` can load it. Raises
     ``NotImplementedError`` for DTensors that are not cut by rows, and ``ValueError`` for groups

@@ -43,7 +43,7 @@ class Average:
             function of the number of values taken before (1 when the second value is taken), for
             example for a warm-up: ``Average.warm_up(0.999)``. None: the uniform average. The option
             ``average_decay`` of a parameter group overrides ``decay`` for that group.
-        every: steps between two values taken.
+        every: a value is taken in each ``every``-th step.
         after: steps before the first value is taken.
 
     ``ValueError``: a number is out of range. ``TypeError``: ``optimizer`` is only a wrapper around
@@ -178,7 +178,7 @@ class Average:
         return self._weight(group) if first and self._is_due(group) and group.get(COUNT) else None
 
     def _took(self, params: Iterable[Tensor]) -> None:
-        """Note that the current step has updated the averages of these parameters. Local."""
+        """Record that the current step has updated the averages of these parameters. Local."""
         self._taken.update(map(id, params))
 
     def _within(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor | None]:
@@ -204,7 +204,7 @@ class Average:
         return self._weights[id(group)]
 
     def _forget(self) -> None:
-        """Clear what was noted for the current step."""
+        """Clear the records of the current step."""
         self._taken.clear()
         self._weights.clear()
 
@@ -304,7 +304,7 @@ class Average:
 
     def _before_step(self, *_: Any) -> None:
         self.refuse_shown("optimizer.step()")
-        # If units step in backward, averages of this step have already been noted: keep the notes.
+        # If units step in backward, updates of averages have already been recorded: keep them.
         if getattr(self.optimizer, "_inside", None) is None:
             self._forget()
 

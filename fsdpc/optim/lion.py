@@ -13,7 +13,7 @@ from fsdpc.optim._scaling import Rule, Scaling
 
 
 class Lion(FusedOptimizer):
-    """Lion (Chen et al., arXiv 2302.06675); 4 bytes of state per float32 parameter.
+    """Lion (Chen et al., arXiv 2302.06675); 4 bytes of state per element in float32.
 
     ``p = p * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)``, then
     ``m = beta2 * m + (1 - beta2) * g``. The paper recommends a learning rate 3 to 10

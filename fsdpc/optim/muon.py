@@ -26,7 +26,7 @@ class Muon(MatrixOptimizer):
     defaults and results of ``torch.optim.Muon``. A float32 matrix takes 4 bytes of states per
     element.
 
-    Parameters that are not matrices, embeddings and output layers are stepped by the rule of
+    Embeddings, output layers, and parameters that are not matrices are stepped by the rule of
     ``fsdpc.optim.AdamW``. They may be in the same groups as matrices. AdamW's options are
     ``adamw_lr`` (None: ``lr``; a scheduler that changes ``lr`` changes both by the same factor),
     ``adamw_betas``, ``adamw_eps`` and ``adamw_weight_decay`` (None: ``weight_decay``). Whether a

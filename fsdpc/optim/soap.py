@@ -25,7 +25,7 @@ class Preconditioned(MatrixOptimizer):
 
     _state_names = MOMENTS
     _owners_hold = False
-    _kept = ""  # the last word of the names of states made from averages, such as left_root
+    _kept = ""  # such as "root", for the states left_root and right_root, made from averages
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         super()._check_options(options)

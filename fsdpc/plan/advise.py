@@ -39,8 +39,8 @@ OWN_UNITS = "embedding and head as units of their own"
 
 @dataclass(frozen=True)
 class Effect:
-    """The bytes that a switch adds (negative: it frees memory) at the peak, or at the moments that
-    the function ``held`` of ``effects`` compares.
+    """The bytes that a switch adds (negative: it frees memory) to the result of the function
+    ``held`` that was passed to ``effects``; by default, to the peak.
     """
 
     label: str
@@ -57,7 +57,7 @@ class Change(Effect):
 
 
 def changes(build: Build, base: Plan, card: Card, other: Build | None = None) -> list[Change]:
-    """Return the effect of each switch by itself, largest saving first; without zero effects."""
+    """Return the nonzero effects of single switches, largest saving first."""
     before = cost(base, card).step
     found = []
     for effect in effects(build, base, other=other):
@@ -75,8 +75,9 @@ def peak_bytes(made: Plan) -> int:
 def effects(
     build: Build, base: Plan, held: Callable[[Plan], int] = peak_bytes, other: Build | None = None
 ) -> list[Effect]:
-    """Return the effect of each switch by itself, largest saving first. ``held`` returns the bytes
-    of a plan that are compared. ``other``: the model with embedding and head as separate units.
+    """Return the effect of each switch by itself, largest saving first. The effect is the
+    difference of ``held(plan)`` with and without the switch. ``other``: the model with embedding
+    and head as separate units.
     """
     found = []
     if other is not None:
@@ -148,7 +149,9 @@ class Suggestion:
         return (self.plan.setup.strategy, *(each for each in self.means if each not in free))
 
     def beats(self, other: Suggestion) -> bool:
-        """Return whether ``other`` has no advantage of more than 2 % over this plan."""
+        """Return whether ``other`` can be left out: it has all means of this plan, at least as many
+        ranks, and no advantage of more than 2 % in speed or memory.
+        """
         return (
             self is not other
             and set(self.means) <= set(other.means)
@@ -190,11 +193,11 @@ def suggest(
     worlds: Iterable[int] = (),
     limit: int = 8,
 ) -> list[Suggestion]:
-    """Return plans whose upper bound fits ``usable`` bytes, most tokens per second and GPU first.
-    There is one plan of each kind, and no plan that another plan beats. The search tries each of
-    the given optimizers and worlds, with the wrap of ``builds`` that needs the least memory. It
-    varies strategy, the place of states, activations, loss, steps in backward, micro-batch and
-    slots.
+    """Return plans whose upper bound fits ``usable`` bytes, in descending order of tokens per
+    second and GPU. There is one plan of each kind, and no plan that another plan beats. The search
+    tries each of the given optimizers and worlds. It uses the function of ``builds`` (one for each
+    way to wrap the model into units) whose plan for ``setup`` needs the least memory. It varies
+    strategy, the place of states, activations, loss, steps in backward, micro-batch and slots.
     """
     found: list[Suggestion] = []
     wrap = min(builds, key=lambda name: plan(builds[name], setup).upper)
@@ -224,8 +227,8 @@ def _largest_batches(
 ) -> Iterator[Suggestion]:
     """Yield, for each entry of ``_ACTIVATIONS``, the plan with the largest micro-batch that fits.
     If means of ``_FREE`` let a larger micro-batch fit, also yield the plan with these means.
-    Micro-batches are powers of two, up to the sequences of a whole step. Plans have one gather slot
-    and one reduce slot only if none fits with more slots.
+    Micro-batches are powers of two, at most the number of sequences of a whole step. Plans have one
+    gather slot and one reduce slot only if none fits with more slots.
     """
     least = replace(setup, checkpointing=1.0, micro_batch=1, loss="fused")
     one = {"gather_slots": 1, "reduce_slots": 1}
@@ -239,7 +242,7 @@ def _largest_batches(
     whole = total  # if this micro-batch fits, no more means of _FREE are tried
     for label, values in _ACTIVATIONS:
         if model.traced and ("compress" in values or "offload_activations" in values):
-            continue  # only models by formula can be planned with these
+            continue  # a traced model cannot be planned with these
         reached = 0
         extra: dict[str, object] = {}
         said: tuple[str, ...] = ()

@@ -53,7 +53,7 @@ _ESTIMATED = _SHEET + "; usable bytes estimated"
 _MODAL = "usable bytes as Modal's GPU glossary lists them; speeds from the vendor's data sheet"
 _NVL = "95,830 MiB shown by the driver; " + _SHEET
 _TORCH = " GiB shown by torch; " + _SHEET
-_AWS, _ONE = 12.5e9 / 8, 3.125e9 / 8  # ``network`` on AWS's hosts, and of consumer cards
+_AWS, _ONE = 12.5e9 / 8, 3.125e9 / 8  # ``network`` of cards on AWS's hosts; of consumer cards
 CARDS = {
     c.name: c
     for c in (

@@ -93,7 +93,7 @@ def run_ranks(
 
 def _wait(ranks: list[Any], folder: Path, timeout: float) -> None:
     """Wait until all ranks have ended. Kill those that still run at the deadline, which is 10 s
-    after one rank has failed, or ``timeout`` seconds after the start.
+    after one rank has failed, and at the latest ``timeout`` seconds after the start.
     """
     deadline = time.monotonic() + timeout
     while any(p.is_alive() for p in ranks) and time.monotonic() < deadline:

@@ -85,8 +85,8 @@ class Cost:
     sent_bytes: float
     packing: float = 0.0
     efficiency: float = 0.0  # fraction of the card's peak FLOPs that compute reaches
-    least: float = 1.0  # times ``compute``: the seconds at the fastest published rate
-    most: float = 1.0  # times ``compute``: the seconds at the slowest published rate
+    least: float = 1.0  # ``least * compute``: seconds at the fastest published rate
+    most: float = 1.0  # ``most * compute``: seconds at the slowest published rate
 
     @property
     def step(self) -> float:
@@ -120,7 +120,7 @@ def collective_seconds(size: float, ranks: int, setup: Setup, card: Card, stride
     inside = size * (ranks - 1) / ranks / (card.link * LINK_EFFICIENCY)
     if hosts == 1:
         return inside + (ranks - 1) * LATENCY_LINK
-    # A host receives bytes of other hosts over one interface for each of its ranks in the group.
+    # A host receives other hosts' bytes over as many interfaces as it has ranks in the group.
     lanes = min(here, ranks)
     outside = size * (hosts - 1) / hosts / (lanes * card.network * card.reached)
     latency = (ranks - hosts) * LATENCY_LINK + (hosts - 1) * card.latency
@@ -159,7 +159,7 @@ def cost(plan: Plan, card: Card) -> Cost:
     )
     if setup.host and not setup.offloads and setup.transport == "stream":
         away = sum(r.bytes for r in plan.rows if (r.role, r.where) == ("optimizer states", "host"))
-        update = max(update, away / card.host)  # copies to and from it overlap
+        update = max(update, away / card.host)  # copies to the host overlap with copies from it
     if setup.offloads:
         wire = max(wire, setup.accumulation * 3 * moved / card.host)
     packing = setup.accumulation * 2 * plan.model.packing / card.bandwidth

@@ -132,7 +132,9 @@ def versions() -> Iterator[Check]:
 
 
 def _tested(name: str, version: str, between: tuple[Any, Any], older: str) -> Check:
-    """Return a row that says whether a version is tested. ``older``: its level if it is too old."""
+    """Return a row that says whether a version is tested. ``older``: the level of the row if the
+    version is too old.
+    """
     number = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     low, high = between
     text = f"fsdpc is tested on {low[0]}.{low[1]} to {high[0]}.{high[1]}"
@@ -451,7 +453,9 @@ comm.close()
 
 
 def between_ranks() -> Iterator[Check]:
-    """Yield how the ranks that torchrun started exchange units, and the link to another host."""
+    """Yield a row on how the ranks that torchrun started exchange units. If there are several
+    hosts, also yield a row on the link to another host.
+    """
     from fsdpc.plan import link
 
     found, travels = link.measure()

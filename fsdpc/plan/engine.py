@@ -82,8 +82,9 @@ def _footprint(
 
 
 def _landing_replicas(setup: Setup) -> int:
-    """Return how many replicas' sums are received after the sum of the shard group. 1: replicas are
-    summed in one collective; 0: there are no replicas.
+    """Return ``replicas`` of ``csrc/unit/footprint.h``. 0: there are no replicas; 1: replicas are
+    summed in place, by a collective; n > 1: n replicas send each other shares of their sums, which
+    need memory.
     """
     swaps = setup.swaps
     if swaps is None:

@@ -65,9 +65,9 @@ class Plan:
 
     @property
     def upper(self) -> int:
-        """The most bytes that a step may need, which must fit the device. The sum includes the
-        larger allowance for the allocator (``SLACK_HIGH``). If a formula gives the activations,
-        the sum also includes an allowance for what real models save beyond the formula.
+        """The most bytes that a step may need, which must fit the device. The number includes
+        the larger allowance for the allocator (``SLACK_HIGH``). If a formula gives the activations,
+        it also includes an allowance for what real models save beyond the formula.
         """
         more = SLACK_HIGH / SLACK - 1
         return max(p.bytes + round(p.doubt + p.of("allocator") * more) for p in self.timeline)
@@ -281,8 +281,8 @@ def _factored_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
             moved += item * param.numel
             largest = max(largest, item * param.numel)
     share, most = moved / setup.shards, 4 * ROUND
-    # Gradients, values and new values of a round. Meanwhile, gradients and values of the next round
-    # are sent.
+    # The exchange needs buffers for gradients, values and new values of one round. If there are
+    # several rounds, it also needs buffers for the gradients and values of the next round.
     exchange = 3 * max(min(share, most), largest) + (2 * most if share > most else 0)
     exchange = exchange if setup.shards > 1 else 0
     where = "host" if setup.offloads else "device"
@@ -322,8 +322,8 @@ def _spans(
 
 
 def _extents(model: Model, setup: Setup, kind: Optimizer) -> list[list[Extent]]:
-    """Return the extents of states that can be offloaded, for each flat parameter
-    (``use_orig_params=False``). A unit has one flat parameter for each storage dtype.
+    """Return, for each flat parameter (``use_orig_params=False``), the ranges of elements whose
+    states can be offloaded. A unit has one flat parameter for each storage dtype.
     """
     found: list[list[Extent]] = []
     for unit in model.units:
@@ -348,8 +348,8 @@ def _placed(wanted: tuple[Wanted, ...], chunk_bytes: int, page: int) -> tuple[in
 
 
 def _host_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
-    """Return the rows of states of which a part is in pinned host memory. The functions that place
-    states in a run compute the bytes.
+    """Return the rows of states of which a part is in pinned host memory. The bytes are computed by
+    the functions that place states in a run.
     """
     extents = _extents(model, setup, kind)
     sizes = [sum(extent.nbytes for extent in each) for each in extents]

@@ -3,7 +3,7 @@
     torchrun --nnodes 2 --nproc-per-node 1 ... -m fsdpc doctor
 
 The measurement gives the latency of a small message, and the rate of both directions at once. The
-chunks have the size in which units are sent (csrc/comm/comm_flight_moves.c).
+messages for the rate have the size in which units are sent (csrc/comm/comm_flight_moves.c).
 """
 
 from __future__ import annotations

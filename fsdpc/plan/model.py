@@ -1,6 +1,6 @@
 """The inputs of a plan: units, their parameters, and the changes of live memory in a step.
 
-This file does not need torch. Bytes are per rank, elements are those of whole parameters.
+This file does not need torch. Bytes are those of one rank; elements are those of whole parameters.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Unit:
 
     ``depth``: nesting depth among units, 0 for the root. ``group``: the group of ranks; units of
     different groups do not share slots. ``keeps``: whether the values of a released unit stay until
-    backward, in a slot that no other unit uses. ``inside``: whether the unit steps in backward.
-    ``foreign``: whether Python makes the gathered values, in memory that the engine does not own.
-    For an option that is None, the option of the plan is used.
+    backward, in a slot that no other unit uses. ``inside``: whether the optimizer steps the unit in
+    backward. ``foreign``: whether Python makes the gathered values, in memory that the engine does
+    not own. For an option that is None, the option of the plan is used.
     """
 
     name: str
@@ -103,9 +103,9 @@ class Model:
     The moments are those of one micro-batch. ``tokens``: its tokens. ``flops``: the FLOPs of its
     forward and backward. ``notes``: the assumptions that were made. ``traced``: whether the moments
     are from a trace. ``sized``: whether the trace had the setup's micro-batch; if not, it had the
-    inputs of the user's program. ``guessed``: whether the shapes are not those of an existing
-    model. ``missing``: why there are no moments. ``doubt``: the fraction by which activations of
-    real models may exceed those of the moments.
+    inputs of the user's program. ``guessed``: whether no model of these shapes is known to exist.
+    ``missing``: why there are no moments. ``doubt``: the fraction by which activations of real
+    models may exceed those of the moments.
     """
 
     name: str
@@ -128,7 +128,7 @@ class Model:
     # ``numel`` counts the bytes of quantized weights. ``packed`` is the number of values of these
     # weights minus the number of their bytes.
     packed: int = 0
-    packing: int = 0  # bytes moved to pack saved activations, and again to unpack them
+    packing: int = 0  # bytes moved to pack saved activations; unpacking moves as many
 
     @property
     def numel(self) -> int:
@@ -136,7 +136,7 @@ class Model:
 
     @property
     def values(self) -> int:
-        """The number of parameters as a user counts them: a quantized weight counts its values."""
+        """The number of parameters: a quantized weight counts as the number of its values."""
         return self.numel + self.packed
 
     @property
@@ -159,7 +159,7 @@ class Setup:
     on their hosts have one sender for each other host), and sends gradients to ``receivers`` other
     ranks (None: to all).
     ``swaps``: whether replicas of CPU ranks exchange their sums in backward. With None, replicas do
-    so over a ``wire``, and with ``shared`` if ``world`` is larger than ``ranks_per_host``.
+    so with ``wire``, and do so with ``shared`` only if ``world`` exceeds ``ranks_per_host``.
     ``sync``: whether gradients are reduced after ``every`` micro-batch or only after the ``last``
     micro-batch (``no_sync``).
     ``disk``: bytes of buffers for states on a disk (``fsdpc.optim.Disk``); 0: states in memory.
@@ -170,8 +170,8 @@ class Setup:
     ``offload_activations``: whether GPUs' saved activations are in host memory
     (``fsdpc.activations.offload``).
     ``compress``: dtype of saved activations (``fsdpc.activations.compress``); empty: not changed.
-    ``recomputed``: the fraction of the forward's FLOPs that backward repeats; None:
-    ``checkpointing``.
+    ``recomputed``: the fraction of the forward's FLOPs that backward repeats. With None,
+    it is ``checkpointing``.
     ``tensor``, ``pipeline``: the numbers of GPUs among which tensor and pipeline parallelism divide
     the model of each rank. Only models by formula use them.
     """

@@ -67,8 +67,8 @@ def explain(
     raises nothing.
 
     ``phase``: what the program did. ``name``: the name of the unit concerned, if it is known.
-    ``host``: the unit's host; if given, the host gives the name. ``placed``: (depth, unit) of a
-    tree that was being made. ``optimizer``: the optimizer that was in a step.
+    ``host``: the ``UnitHost`` of the unit; if given, it gives the name. ``placed``: the pairs
+    (depth, unit) of a tree that was being made. ``optimizer``: the optimizer that was in a step.
     """
     if not is_shortage(error) or any(n.startswith(HEAD) for n in getattr(error, "__notes__", ())):
         return

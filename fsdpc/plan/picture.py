@@ -159,7 +159,7 @@ def _sections(axes: Any, labels: Sequence[str]) -> None:
 def _bars(
     axes: Any, bars: dict[str, dict[str, int]], unit: tuple[float, str], room: float = 0
 ) -> set[str]:
-    """Draw a bar of roles for each name; return the roles. ``room``: as in ``_layers``."""
+    """Draw a stacked bar of roles for each name; return the roles. ``room``: as in ``_layers``."""
     scale, name = unit
     used = _in_order({role for roles in bars.values() for role in roles})
     left = [0.0] * len(bars)

@@ -284,7 +284,7 @@ class profile_memory:  # noqa: N801: used like a function
         roles = dict(self._states)
         for watched in self._watched:
             if watched.tree.units[0].tree is not watched.tree:
-                continue  # another tree has taken over its units
+                continue  # another tree has taken over this tree's units
             roles.update(watched.fixed)
             stats = watched.tree.memory_stats()
             for role, stat in ENGINE.items():

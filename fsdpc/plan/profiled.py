@@ -12,7 +12,8 @@ from fsdpc.plan.rows import SHARDS, Key, Point, tops, total
 from fsdpc.plan.show import plain_table, size
 from fsdpc.plan.snapshot import snapshot, write
 
-# A growth needs this many steps after the first step (after which some memory always stays).
+# A growth is reported only after this many steps. The first step is not counted, because some
+# memory always stays after it.
 LEAST_STEPS = 3
 LEAST_BYTES = 4096  # least growth per step: slower growth may be a list of losses
 NAMED = 3  # the number of units that a growth names
@@ -22,9 +23,9 @@ TEMPORARIES: Key = ("temporaries", "")
 @dataclass(frozen=True)
 class Sample:
     """One moment of a run. ``live``: bytes by (role, unit); the unit is "" for memory that units
-    share. ``over``: the most bytes of tensors above ``live`` since the last sample. ``gathered``:
-    the units that are gathered. ``resident``: the resident bytes of the process. ``device``: bytes
-    of torch's allocator on a GPU.
+    share. ``over``: the peak of tensor bytes since the previous sample, minus tensor bytes now.
+    ``gathered``: the units that are gathered. ``resident``: the resident bytes of the process.
+    ``device``: bytes of torch's allocator on a GPU.
     """
 
     step: int
@@ -40,7 +41,7 @@ class Sample:
 
     @property
     def point(self) -> Point:
-        """The highest point since the last sample. The bytes ``over`` count as temporaries."""
+        """The highest point since the previous sample: ``live``, and ``over`` as temporaries."""
         most = self.live.get(TEMPORARIES, 0) + self.over
         return Point(self.phase, self.unit, {**self.live, TEMPORARIES: most})
 

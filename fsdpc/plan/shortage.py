@@ -110,8 +110,9 @@ def asked_bytes(error: BaseException) -> int:
 
 
 def _tree(placed: Sequence[tuple[int, Any]], optimizer: Any) -> Any:
-    """Return the tree that ran last (if ``optimizer`` is given: the last of its trees). If no tree
-    has slots yet, return a stand-in that has the units, or None if there are no units.
+    """Return the tree that ran last; if ``optimizer`` is given, the last tree with its parameters.
+    If no tree has slots yet, return a stand-in that has the units. If there are no units, return
+    None.
     """
     if placed:
         return SimpleNamespace(
@@ -132,8 +133,8 @@ def _last_event(tree: Any) -> int:
 
 
 def _unit_of_backward(tree: Any) -> str:
-    """Return the unit that backward entered last. If that unit has finished, return the root, and
-    name the unit.
+    """Return the name of the unit that backward entered last. If that unit has finished, return
+    "(root), after unit" and the unit's name.
     """
     if tree.core is None or tree.core.entered is None:
         return "(root)"
@@ -189,7 +190,7 @@ def _limits(tree: Any) -> Iterator[str]:
 
 
 def _planned(tree: Any, activations: int) -> tuple[_Measured, Plan]:
-    """Return the plan of this run. Its activations are the measured and the requested bytes."""
+    """Return the model and the plan of this run. ``activations``: measured plus requested bytes."""
     local = tree.core is not None and tree.memory_stats()["local_bytes"] > 0
     plans = plans_of(tree, local)
     units, setup = _loosened(tree, tuple(unit for unit, _ in plans), plans[0][1])

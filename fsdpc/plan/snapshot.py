@@ -19,7 +19,7 @@ ROOM = 1 << 44  # distance between the addresses of two roles; no role has more 
 STEP_US = 1000
 
 
-_NOTHING = ("alloc", "free_requested", "free_completed")  # actions of an ``unknown`` entry
+_NOTHING = ("alloc", "free_requested", "free_completed")  # make an ``unknown`` block and free it
 
 
 def snapshot(points: Sequence[Point], kept: Mapping[Key, int]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-OF_WHOLE = ("muon", "soap", "shampoo", "adafactor")  # each matrix is stepped by its owner
+OF_WHOLE = ("muon", "soap", "shampoo", "adafactor")  # one rank steps a whole matrix
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 /* Units with known values, for the tests of the engine.
  *
- * Every element of a gathered unit has a value that follows from its unit, segment, position and a
+ * The value of an element of a gathered unit follows from the unit, the segment, the position and a
  * version. The value is exact in every dtype. A test increments the version wherever a training step
  * would change the parameters, so that a stale or missing element has a wrong value. Gradients are
  * fractions that depend on the rank, so that a sum in another order, or without one of the ranks,
@@ -125,7 +125,7 @@ static fsdpc_param_spec engine_specs[ENGINE_KINDS][ENGINE_PARAMS] = {
 static const int engine_spec_counts[ENGINE_KINDS] = {2, 4, 3, 2, 1, 2};
 
 /* Sets the row length of every parameter of every kind of unit to at most 13 elements, so that hardly any
- * shard is a multiple of 16 bytes. Programs that run as test_NAME_rows call this. */
+ * shard is a multiple of 16 bytes. Test programs whose names contain "_rows" call this. */
 static void
 engine_lay_by_rows(void)
 {
@@ -357,7 +357,7 @@ engine_count_wrong_grads(const fsdpc_unit *unit, const int *rounds, int number, 
 /* If true, a wire moves units by sends and receives, else by blocking collectives. */
 __attribute__((unused)) static bool engine_flies;
 
-/* Returns true if a run rounds its sums over a wire before it divides them. */
+/* Returns true if a run rounds a sum before it divides the sum: only blocking collectives over a wire do. */
 __attribute__((unused)) static bool
 engine_rounds(bool wire, int world)
 {

@@ -27,7 +27,7 @@ typedef struct flying {
     int rank;
     flying_count counts[FLYING_COUNTS];
     int used;
-    /* The number of calls of flying_post, and of those calls of flying_drop that flying_land did not make. */
+    /* posted: calls of flying_post. dropped: calls of flying_drop, except those that flying_land makes. */
     int posted, dropped;
 } flying;
 

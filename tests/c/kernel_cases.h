@@ -237,8 +237,9 @@ compare_accumulate(const kernel_set *set, fsdpc_dtype acc, fsdpc_dtype from, int
     free_bed(&bed);
 }
 
-/* Compares a refresh: each sum whose rounded value differs from its element of grad takes that element. Every
- * third element of grad (in large arrays nearly every element) equals the rounded sum. */
+/* Compares `refresh`, which replaces a sum by the element of grad at the same index if that element differs
+ * from the rounded sum. Every third element of grad (in large arrays nearly every element) equals the rounded
+ * sum. */
 static void
 compare_refresh(const kernel_set *set, fsdpc_dtype acc, fsdpc_dtype type, int64_t n, int skip,
                 int seen_skip)

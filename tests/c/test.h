@@ -1,8 +1,8 @@
 /* The harness of the C tests. Each test_*.c is a program of its own that includes this file once.
  *
- * CHECK* report a failure and go on. REQUIRE* end the program; use them for conditions that later lines need.
- * main ends with `return test_result();`. Exit codes: 0 passed, 1 failed, 77 skipped. Checks may be
- * used from several threads.
+ * If a check fails, CHECK* report this and go on, and REQUIRE* report this and end the program. Use REQUIRE*
+ * for conditions that later lines need. main ends with `return test_result();`. Exit codes: 0 passed,
+ * 1 failed, 77 skipped. Checks may be used from several threads.
  */
 #ifndef FSDPC_TEST_H
 #define FSDPC_TEST_H
@@ -54,7 +54,7 @@ static _Atomic int test_failures, test_checks;
         }                                                                                   \
     } while (0)
 
-/* Checks the status, and that the error text contains `part`: the name of a parameter, a rank, a limit. */
+/* Checks the status, and that the error text contains `part`, such as the name of a parameter. */
 #define CHECK_ERROR(expr, status, part)                                        \
     do {                                                                       \
         fsdpc_error_clear();                                                   \

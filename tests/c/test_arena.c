@@ -61,7 +61,7 @@ unbound_ranges_read_as_zeros(void)
 
 /* --- slots ----------------------------------------------------------------------------------- */
 
-/* A new slot is zero. A range that is bound to the slot loses the bytes that were written to it before. */
+/* A new slot is zero. A range that is bound to the slot loses the bytes that the range had before. */
 static void
 new_slots_are_zero(const arena_place *p)
 {

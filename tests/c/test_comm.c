@@ -12,8 +12,8 @@ static fsdpc_device *device;
 /* --- values ---------------------------------------------------------------------------------- */
 
 static const fsdpc_dtype TYPES[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64};
-/* Ranks copy data through the stage in chunks of 128 Ki floats, and the last count is larger than a chunk. No
- * count is divisible by all world sizes. */
+/* Ranks exchange data through buffers in shared memory, in chunks of 128 Ki floats. The last count is larger
+ * than a chunk. No count is divisible by all world sizes. */
 static const int64_t COUNTS[] = {1, 17, 1000, 43691, 131075};
 enum { LARGEST = 131075 };
 /* The thread sanitizer is slow and finds nothing new with more types, so fewer types are tried with it. */

@@ -1,5 +1,5 @@
-/* Tests of a device with an allocator of the user's: where blocks come from, where they go back, and when the
- * device fails or releases the allocator. */
+/* Tests of a device with an allocator of the user's: where blocks come from, where they go back, when calls
+ * of the device fail, and when the device releases the allocator. */
 #include "device/device.h"
 #include "base/mem.h"
 #include "test.h"

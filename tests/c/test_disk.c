@@ -127,7 +127,7 @@ faults_have_names(fsdpc_disk_io io)
     CHECK_ERROR(fsdpc_disk_start(disk, false, 3, &part, 1), FSDPC_E_INVAL,
                 "buffer 3 does not exist");
     CHECK_ERROR(fsdpc_disk_wait(disk, 0), FSDPC_E_IO, "which ends there");
-    CHECK_INT(fsdpc_disk_wait(disk, 0), FSDPC_OK); /* the wait before has returned the error */
+    CHECK_INT(fsdpc_disk_wait(disk, 0), FSDPC_OK); /* the previous wait has returned the error */
     CHECK_ERROR(fsdpc_disk_wait(disk, 7), FSDPC_E_INVAL, "buffer 7 does not exist");
     CHECK(fsdpc_disk_close(disk));
     options.folder = "/nowhere";
@@ -157,12 +157,13 @@ space_is_there_or_refused(void)
     file_system = CANNOT_RESERVE;
     REQUIRE_OK(fsdpc_disk_grow(disk, BYTES));
     CHECK(fstat(info.fd, &found) == 0 && found.st_size == BYTES);
-    CHECK((int64_t)found.st_blocks * 512 >= BYTES); /* allocated by writing, as reserving fails */
+    CHECK((int64_t)found.st_blocks * 512 >= BYTES); /* allocated by writing, not by fallocate */
     file_system = AS_IT_IS;
     CHECK(fsdpc_disk_close(disk));
 }
 
-/* A wait ends at its timeout and a close ends, even if the kernel has not finished the transfer. */
+/* A wait ends at its timeout, even if the kernel has not finished the transfer. A close waits for a transfer
+ * in flight. */
 static void
 waits_end(void)
 {

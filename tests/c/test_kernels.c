@@ -2,8 +2,8 @@
  * the kernels in plain C.
  *
  * The 16-bit types are tried with all their bit patterns, float32 with a few million random patterns. Sizes
- * and addresses are near multiples of a vector's length, and sizes are near the one from which stores bypass
- * the caches (streaming).
+ * and addresses are near multiples of a vector's length. Some sizes are near the smallest size for which
+ * stores bypass the caches (streaming).
  */
 #include "kernel_cases.h"
 

@@ -65,8 +65,8 @@ rule_of(fsdpc_optim_kind kind)
                               .average_weight = kind == FSDPC_OPTIM_LION ? 0.7 : 0.1};
 }
 
-/* Describes elements [begin, begin + n) of the memory to a step. The memory holds a part of a parameter,
- * which begins with the parameter's element `first`. */
+/* Returns the tensor by which a step updates elements [begin, begin + n) of the memory. The memory holds a
+ * part of a parameter; the part begins with the parameter's element `first`. */
 static fsdpc_optim_tensor
 tensor_of(struct memory *memory, fsdpc_optim_kind kind, int64_t first, int64_t begin, int64_t n)
 {
@@ -100,8 +100,9 @@ step_all(struct memory *memory, int64_t first, int64_t cut, int threads)
     }
 }
 
-/* A step with keeps_grads multiplies by the inverse of the scale and does not change the gradients. It gives
- * the same bits as a step that divides by the scale. The copy of a parameter has the rounded values. */
+/* A step with keeps_grads multiplies by the inverse of the scale and does not change the gradients in memory.
+ * It gives the same bits as a step that divides the gradients in memory by the scale. The copy of a parameter
+ * has the rounded values. */
 static void
 folded_scale_and_copies(void)
 {

@@ -407,7 +407,7 @@ silent_connections_keep_nobody_out(void)
     check_result(&run, 1, FSDPC_OK, "");
 }
 
-/* An interrupt check that kills the process at its fifth call, when the other ranks have joined. */
+/* An interrupt check that kills the process at its fifth call. By then the other ranks have joined. */
 static int
 die_soon(void)
 {
@@ -658,7 +658,7 @@ be_interrupted(int rank, ranks_run *run)
         atomic_store(&run->flags[0], 1);
     } else {
         CHECK(rank_await(&run->flags[0], 1));
-        fsdpc_shm_interrupt_check = interrupt_now; /* reported before rank 0's failure */
+        fsdpc_shm_interrupt_check = interrupt_now; /* a wait reports this before rank 0's failure */
         CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_INTERRUPT, "Ctrl-C");
         fsdpc_shm_interrupt_check = NULL;
         CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_PEER, "rank 0 (pid ");

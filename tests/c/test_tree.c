@@ -233,7 +233,8 @@ steps_are_exact_whatever_is_prefetched(int world, bool wire)
 static void
 check_doubled(model *m, int step)
 {
-    /* One backward kept these gradients and the next sent the same again, so each sum is exactly doubled. */
+    /* Two backwards made equal gradients: the first kept them, the second sent the gradients of both. So each
+     * sum is exactly doubled. */
     const int rounds[RANKS_MAX] = {1, 1, 1, 1};
     for (int u = 0; u < 2; u++) {
         fsdpc_unit *unit = m->units[u];
@@ -333,7 +334,7 @@ run_passed(int rank, ranks_run *run)
     CHECK_INT(fsdpc_tree_next_passed(m.tree, 2), -1);
     CHECK(fsdpc_tree_is_held(m.tree, ROOT));
     REQUIRE_OK(fsdpc_tree_end_backward(m.tree, false));
-    /* While the tree remembers the forwards of an earlier pass, this backward may run through these
+    /* As long as the tree remembers the forwards of an earlier pass, this backward may run through these
      * forwards, too, and no unit counts as passed. After fsdpc_tree_forget_calls, unit 4 counts as passed
      * over a wire. */
     for (int known = 1; known >= 0; known--) {
@@ -441,7 +442,8 @@ run_second_tree(int rank, ranks_run *run)
     REQUIRE_OK(fsdpc_tree_begin_forward(m.tree, true));
     REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, ROOT));
     REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 1));
-    REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 2)); /* no slot is free: gets private memory */
+    /* No slot is free, so unit 2 gets private memory. */
+    REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 2));
     check_values(&m, 2);
     REQUIRE_OK(fsdpc_comm_barrier(m.comm, "before the tree goes"));
     fsdpc_tree *old = m.tree;

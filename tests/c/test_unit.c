@@ -189,7 +189,7 @@ direct_gradients_replace_and_add(void)
         float half = strided_value(values, 0, k) * 0.5f;
         CHECK(a[k] == half + half + half);
     }
-    /* Another call without gradients changes no bit and no sum. */
+    /* Another call without gradients changes neither `bits` nor the sums. */
     float before = a[3];
     REQUIRE_OK(fsdpc_grad_direct(unit, none, bits));
     CHECK(bits[0] == 1 && bits[2] == 0 && a[3] == before);

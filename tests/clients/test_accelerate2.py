@@ -21,8 +21,8 @@ from toys import toy  # noqa: E402
 def sharding(precision: str = "no", **plugin) -> Accelerator:
     """Return an Accelerator with FSDP2.
 
-    accelerate offers FSDP2 only on several accelerators. A single patch tells accelerate that the
-    CPU ranks are accelerators.
+    accelerate allows FSDP2 only if each of several processes has an accelerator device. A single
+    patch, of ``distributed_type``, makes it treat the CPU ranks as such processes.
     """
     PartialState(cpu=True)
     fsdpc.install("fully_shard")

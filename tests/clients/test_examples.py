@@ -1,4 +1,4 @@
-"""Tests that run the examples in small sizes, one of them by torchrun."""
+"""Tests that run the examples with small sizes. torchrun starts one of the examples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def printed(rank: int, world: int, name: str, options: list[str]) -> str:
 def lines_of(name: str, *options: str, needs: str) -> list[str]:
     """Return the lines that rank 0 of 2 prints.
 
-    The harness forks the ranks, because ranks of torchrun would import everything again.
+    The harness forks the ranks, because ranks that torchrun starts import everything again.
     """
     for library in needs.split():
         pytest.importorskip(library, reason=f"{library} is not installed")
@@ -71,7 +71,7 @@ def test_checkpoints_in_frameworks():
 
 
 def test_step_statistics():
-    """The example runs by the torchrun command in its first lines."""
+    """The torchrun command in the first lines of the example runs the example."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     root = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])

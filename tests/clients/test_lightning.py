@@ -24,10 +24,9 @@ both_forms = pytest.mark.parametrize("form", ["full", "sharded"])
 
 
 class OnCPURanks(FSDPStrategy):
-    """FSDPStrategy under another name, which Lightning accepts without a GPU.
+    """A subclass of FSDPStrategy, because Lightning refuses FSDPStrategy itself without a GPU.
 
-    Lightning refuses the class FSDPStrategy itself without a GPU, although nothing in the class
-    needs one. This is the only patch.
+    Nothing in FSDPStrategy needs a GPU. This subclass is the only patch.
     """
 
 
@@ -60,7 +59,8 @@ class Tiny(pl.LightningModule):
         self.validated.append(self.loss(batch).item())
 
     def configure_optimizers(self):
-        # Lightning requires the wrapped parameters if use_orig_params=False. They always work.
+        # With use_orig_params=False, Lightning requires the parameters of the wrapped model. With
+        # use_orig_params=True, they work as well.
         params = self.trainer.model.parameters()
         optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=1e-3)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
@@ -144,7 +144,7 @@ def whole(trainer):
 
 
 def close(got, expected):
-    """Check results up to rounding, because DDP and fsdpc average gradients in different ways."""
+    """Check that results agree up to rounding: DDP and fsdpc average gradients differently."""
     torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=0.0)
     torch.testing.assert_close(got[1], expected[1], rtol=1e-5, atol=0.0)
     torch.testing.assert_close(got[2], expected[2], rtol=1e-5, atol=1e-6)
@@ -168,7 +168,7 @@ def test_losses_equal_ddp(case):
     expected = on_ddp(**general)
     got = run_ranks(fit, 2, env=ELASTIC, kind="fsdpc", **case)
     steps = EPOCHS * BATCHES
-    norms = EPOCHS * 2 if "clip" in case else 0  # 3 micro-batches of an epoch make 2 steps
+    norms = EPOCHS * 2 if "clip" in case else 0  # an epoch's 3 micro-batches make 2 steps
     for rank in range(2):
         assert len(got[rank][0]) == steps + norms
         assert got[rank][0][-1] != got[rank][0][0]

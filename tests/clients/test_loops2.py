@@ -28,8 +28,8 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 def test_tensor_parallel_layers(rank, world):
     """A Llama with tensor-parallel layers trains.
 
-    A pair of ranks splits the layers (mesh dimension "tp"), and fully_shard shards over two pairs
-    ("dp").
+    The ranks form two pairs. The two ranks of a pair split the layers (mesh dimension "tp"), and
+    fully_shard shards over the pairs ("dp").
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     pair = mesh["dp"].get_local_rank()
@@ -76,7 +76,10 @@ def test_resuming_gives_the_same_losses(rank, world, name, tmp_path):
 @both_models
 @pytest.mark.parametrize("how", ["unshard", "method"])
 def test_generate(rank, world, name, how):
-    """Every rank gets the unsharded model's tokens, with all units gathered or one at a time."""
+    """Every rank gets the unsharded model's tokens.
+
+    Either unshard() gathers all units before generate(), or generate() gathers them one by one.
+    """
     whole = build(name).eval()
     model = shard(name, build(name)).eval()
     prompt = batch(0, 0)["input_ids"]

@@ -71,9 +71,10 @@ def train(model, of, width=64):
 @ranks(2)
 @every_door
 def test_bitsandbytes(rank, world, door):
-    """Double-quantized models train like unsharded models in every storage dtype.
+    """Sharded models with double-quantized weights train like an unsharded model.
 
-    They also load their own state dicts.
+    This holds for every dtype in which the 4-bit codes are stored (``quant_storage``). The sharded
+    models also load their own state dicts.
     """
     import bitsandbytes as bnb
 
@@ -142,7 +143,7 @@ def test_adapters_of_peft_are_saved_and_merged(rank, world, tmp_path):
 def test_torchao(rank, world):
     """Models with float8 or NF4 weights train the same with fully_shard and without it.
 
-    FullyShardedDataParallel raises an error for both.
+    FullyShardedDataParallel raises an error for both kinds of weights.
     """
     import torchao.float8 as ao
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4

@@ -35,13 +35,16 @@ def with_adapters(name: str) -> PeftModel:
         lora_dropout=0.0,
         target_modules=TARGETS[name],
         fan_in_fan_out=name == "gpt2",
-        init_lora_weights=False,  # zeros, peft's default, would hide errors at first
+        init_lora_weights=False,  # peft's default, zeros in B, would hide errors at first
     )
     return get_peft_model(build(name), config)
 
 
 def peft_policy(name: str, model: PeftModel):
-    """Return peft's policy: units are blocks, and childless modules with a trainable weight."""
+    """Return peft's wrap policy.
+
+    It makes a unit of each block, and of each module without children whose weight is trainable.
+    """
     os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = MODELS[name][1].__name__
     return fsdp_auto_wrap_policy(model)
 
@@ -81,9 +84,9 @@ def test_training_equals_ddp(rank, world, name, use_orig_params, policy):
 def test_adapters_saved_and_loaded(rank, world, name, use_orig_params, tmp_path):
     """A plain model and a sharded model load saved adapters and give the same losses.
 
-    ``save_pretrained`` is called on an unsharded skeleton, with the full state dict. On modules
-    with units inside, torch's or fsdpc's, peft 0.21 does not find the adapters under the names that
-    it expects, and saves none.
+    ``save_pretrained`` is called on an unsharded skeleton, with the full state dict. If it is
+    called on a module that contains units of torch or of fsdpc, peft 0.21 saves no adapters. It
+    expects other names of the adapters.
     """
     model = shard(name, with_adapters(name), use_orig_params, "blocks")
     steps(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, 0, 3)
@@ -104,7 +107,10 @@ def test_adapters_saved_and_loaded(rank, world, name, use_orig_params, tmp_path)
 
 @ranks(2)
 def test_an_adapter_that_peft_cannot_load_after_sharding(rank, world):
-    """peft 0.21 makes keys that no FSDP module has, and loads them with ``strict=False``."""
+    """peft 0.21 loads nothing into an FSDP module, and fsdpc warns about this.
+
+    peft makes keys that no FSDP module has, and loads them with ``strict=False``.
+    """
     plain = with_adapters("llama")
     with torch.no_grad():
         for param in plain.parameters():
@@ -124,7 +130,7 @@ def test_an_adapter_that_peft_cannot_load_after_sharding(rank, world):
 @both_ways
 @pytest.mark.parametrize("form", FORMS)
 def test_resuming_gives_the_same_losses(rank, world, use_orig_params, form, tmp_path):
-    """A model with frozen parameters resumes to the same losses under either wrap policy.
+    """A model with frozen parameters resumes with the same losses under each of two wrap policies.
 
     The optimizer has only the trained parameters.
     """

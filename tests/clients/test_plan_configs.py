@@ -30,7 +30,7 @@ def plan_of(tmp_path, capsys, values, *more):
 
 
 def test_default_configurations_have_the_librarys_count():
-    """These configurations were once planned as models of another kind."""
+    """The planner once took each of these configurations for another kind of model."""
     for kind in ("deepseek_v3", "falcon", "gpt_neox", "bert", "opt", "gpt2", "t5"):
         values = values_of(kind)
         made, _ = planned(values, inputs=False)

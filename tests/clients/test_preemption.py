@@ -102,7 +102,10 @@ def in_lightning(rank: int, world: int, folder: str, strategy: str) -> Any:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fully_shard"])
 def test_lightning(strategy: str, tmp_path: Path):
-    """Preemption replaces Lightning's handler, which would send a message during a rank's step."""
+    """Preemption replaces Lightning's SIGTERM handler.
+
+    Lightning's handler would broadcast a tensor in the middle of a rank's step.
+    """
     pytest.importorskip("lightning", reason="lightning is not installed")
     from test_lightning import ELASTIC
 

@@ -38,8 +38,8 @@ import fsdpc
 from fsdpc import checkpoint, lowbit
 from fsdpc.checkpoint import CheckpointError, load_pretrained, save
 
-# Each model has something that no other model here has: fused experts, expert tables, ties,
-# prefixes, buffers.
+# Each model has something that no other model here has, for example fused experts, tied weights,
+# prefixes of names, or buffers.
 ROWS = [
     ("mixtral", "fully_shard"),
     ("mixtral", "flat"),
@@ -247,8 +247,9 @@ def test_peft(rank, world, tmp_path):
 def test_peft_on_meta(rank, world, door, tmp_path):
     """If adapters are added before the load, the files' weights go into the base layers.
 
-    Adapters, which no file has, start with peft's initial values (without effect), not with those
-    of transformers. A head in ``modules_to_save``, which has no adapter, works as well.
+    No file has adapters. They start with peft's initial values, with which they have no effect,
+    and not with transformers' initial values. A head in ``modules_to_save`` has no adapter, and is
+    loaded as well.
     """
     peft = pytest.importorskip("peft")
     folder = pretrained("llama", str(tmp_path), rank)
@@ -281,7 +282,10 @@ def test_peft_on_meta(rank, world, door, tmp_path):
 
 @ranks(2)
 def test_bin_files_and_cache(rank, world, tmp_path):
-    """Sources may be one or several files of torch.save, or a cache of the Hub made of links."""
+    """A source may be one file or several files of torch.save, or a model in the Hub's cache.
+
+    The files in the cache are symbolic links.
+    """
     folder = pretrained("llama", str(tmp_path), rank)
     reference = LlamaForCausalLM.from_pretrained(folder)
     one, several = tmp_path / "one", tmp_path / "several"
@@ -311,7 +315,7 @@ def test_bin_files_and_cache(rank, world, tmp_path):
 
 @ranks(2)
 def test_own_checkpoints(rank, world, tmp_path):
-    """A folder of `save` has checksums, which load_pretrained verifies first."""
+    """A folder that `save` wrote has checksums, which load_pretrained verifies first."""
     folder = pretrained("mixtral", str(tmp_path), rank)
     model = shard(on_meta("mixtral"), "fully_shard")
     load_pretrained(model, folder)

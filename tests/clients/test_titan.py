@@ -1,8 +1,9 @@
 """Tests of torchtitan's ``apply_fsdp_to_decoder`` on fsdpc.
 
-They cover the order in which torchtitan compiles, checkpoints and shards blocks, its groups of
-modules, and gradients that are summed because the loss is divided by the tokens of all ranks.
-torchtitan's models need Triton, so a small decoder with the same attribute names takes their place.
+They cover the order in which torchtitan compiles, checkpoints and shards blocks, and its groups of
+modules. They also cover gradients that are summed, not averaged, because each loss is already
+divided by the number of tokens of all ranks. torchtitan's models need Triton, so a small decoder
+with the same attribute names takes their place.
 """
 
 from __future__ import annotations

@@ -35,16 +35,17 @@ class Recording(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         form = (self.args.fsdp_config or {}).get("state_dict_type", "")
         if checkpoint is not None and "SHARDED" in form:
-            with_state(self.optimizer)  # zero gradients, no weight decay: parameters stay
+            with_state(self.optimizer)  # a step of zero gradients: no parameter changes
         super()._load_optimizer_and_scheduler(checkpoint)
 
 
 def arguments(kind: str, name: str, folder: str, **options) -> TrainingArguments:
-    """Return Trainer's arguments: for kind "fsdpc" with FSDP, for "ddp" without.
+    """Return Trainer's arguments. Kind "fsdpc" uses FSDP, and kind "ddp" does not.
 
-    Trainer leaves FSDP to accelerate, which offers FSDP only on several accelerators. A single
-    patch tells accelerate that the CPU ranks are accelerators. ``sync_module_states`` is off,
-    because accelerate asks for an accelerator's index if that option is on.
+    Trainer leaves FSDP to accelerate, which allows FSDP only if each of several processes has an
+    accelerator device. One patch, of ``distributed_type``, makes it treat the CPU ranks as such
+    processes. ``sync_module_states`` is off, because with it accelerate asks for the index of an
+    accelerator.
     """
     config = {
         "version": 1,

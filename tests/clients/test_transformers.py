@@ -95,8 +95,8 @@ def test_saved_for_from_pretrained(rank, world, name, tmp_path):
 def test_only_rank_0_has_the_weights(rank, world, name, use_orig_params):
     """If only rank 0 has weights, the model of every rank equals rank 0's.
 
-    The other ranks build on the meta device and get parameters and buffers from rank 0, also the
-    rotary tables, which are in no state dict.
+    The other ranks build the model on the meta device and get parameters and buffers from rank 0.
+    The buffers include the rotary tables, which are in no state dict.
     """
     with torch.device("cpu" if rank == 0 else "meta"):
         module = build(name)

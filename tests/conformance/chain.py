@@ -1,4 +1,4 @@
-"""A module for cases that choose the order in which its layers, one unit each, run."""
+"""A module of layers, each of which is a unit. A case chooses the order of the layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pytest plugin that prints the cases in which torch's class and fsdpc end differently.
+"""A pytest plugin that prints the cases in which torch and fsdpc have different outcomes.
 
 It is a plugin of the whole run, because with pytest-xdist the process that prints the table does
 not collect tests.

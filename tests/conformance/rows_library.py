@@ -18,7 +18,7 @@ from toys import Block, clean, loss_of, toy
 
 
 class RowsLibrary(Library):
-    """The library under test by its ``fully_shard``, which shards parameters by rows."""
+    """The library under test, used through ``fully_shard``, which shards parameters by rows."""
 
     @property
     def fully_shard(self) -> Any:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 TESTS = Path(__file__).parents[1]
 
-STUCK_S = 20  # timeout of a case's collectives; a rank that raised never enters them
+STUCK_S = 20  # timeout of a case's collectives, which a rank that raised never joins
 LEFT = ""  # recorded in place of a case's name if a rank ended the set early
 
 

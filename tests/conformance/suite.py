@@ -177,8 +177,8 @@ class Cases:
     def check(self, name: str, library: str, records: list[Record]) -> None:
         """Assert the stated outcome.
 
-        A value or an exception must be the outcome of all ranks. It is enough if one rank has wrong
-        values, hangs or dies.
+        A stated value or exception must be the outcome of all ranks. If the case states wrong
+        values, a hang or a death, it is enough if one rank has this outcome.
         """
         allowed = getattr(self.cases[name], library)
         met = [any(record.meets(expected) for expected in allowed) for record in records]
@@ -222,7 +222,7 @@ class Cases:
         return self.records[name, library]
 
     def died_unexpectedly(self, name: str) -> bool:
-        """Return True if a rank of torch's died although the case does not state it.
+        """Return True if a rank that ran torch died, although the case does not state a death.
 
         gloo sometimes damages the heap. A death counts only if a rank also dies in a second run of
         this case alone.
@@ -277,16 +277,20 @@ class Cases:
         return done
 
 
-DIFFERENCES: dict[tuple[str, str], tuple[str, str]] = {}  # (title, failure) -> (torch, fsdpc)
+# (title of a case, kind of torch's outcome) -> (torch's outcome, fsdpc's outcome)
+DIFFERENCES: dict[tuple[str, str], tuple[str, str]] = {}
 
 
 def note_difference(title: str, theirs: str, ours: str) -> None:
-    """Add a row to the table, unless it has a row with this title and this kind of failure."""
+    """Add a row to the table, unless it has a row with this title and this kind of outcome."""
     DIFFERENCES.setdefault((title, theirs.split(":")[0]), (theirs, ours))
 
 
 def worst(records: list[Record]) -> str:
-    """Return the worst outcome of a rank. SIGKILL comes last, because the case itself sent it."""
+    """Return the worst outcome among the ranks, in a few words.
+
+    A rank that SIGKILL ended counts as the least bad, because the case itself sent the signal.
+    """
     order = {"dies": 0, "hangs": 1, "raises": 2, "value": 3}
     killed = [r.kind == "dies" and r.text == "SIGKILL" for r in records]
     ranked = sorted(range(len(records)), key=lambda i: (killed[i], order[records[i].kind]))
@@ -312,7 +316,10 @@ def as_tuple(expected: Expected | tuple[Expected, ...]) -> tuple[Expected, ...]:
 
 
 def end_of(outcome: harness.Outcome) -> Record:
-    """Return the outcome of a rank that recorded none, because this rank or another rank died."""
+    """Return the outcome of a rank that ended before it recorded an outcome.
+
+    The rank may have died, or it may have ended because another rank died.
+    """
     if outcome.exit_signal is not None:
         import signal
 

@@ -451,7 +451,7 @@ def by_last(param):
 
 
 class Mixed(nn.Module):
-    """A module with weights of two and three dimensions, whose last dimension is sharded."""
+    """A module with weights of two and of three dimensions. Tests shard their last dimension."""
 
     def __init__(self):
         super().__init__()
@@ -574,7 +574,7 @@ def what_the_placement_function_gets(lib):
 
 
 class Low(torch.Tensor):
-    """A tensor that is gathered in bfloat16 and computed with in float32."""
+    """A tensor that is gathered in bfloat16. The module computes with it in float32."""
 
     def fsdp_pre_all_gather(self, mesh):
         return (self.as_subclass(torch.Tensor).bfloat16(),), None
@@ -653,7 +653,7 @@ def ignoring_everything(lib):
 
 @case()
 def ignoring_in_an_inner_call_only(lib):
-    """The outer call also takes the parameters that the inner call ignored."""
+    """The outer call also shards the parameter that the inner call ignored."""
     model = toy()
     lib.fully_shard(model.blocks[0], ignored_params={model.blocks[0].up.weight})
     lib.fully_shard(model)

@@ -132,7 +132,7 @@ def optimizer_state_flattened(lib, flatten):
 
 @case(over={"full": BOTH, "kind": ["frozen", "groups"]})
 def every_flag_of_the_options(lib, full, kind):
-    """State dicts agree for each combination of the flags that change the keys of a state dict.
+    """The libraries give the same state dicts for each combination of the flags that change keys.
 
     The model has frozen parameters, or the optimizer has several parameter groups.
     """

@@ -113,7 +113,7 @@ def a_penalty_beside_the_loss(lib):
 
 @case(over={"first": [True, False], "none": [True, False]})
 def a_penalty_on_sharded_parameters(lib, first, none):
-    """The penalty enters the graph before the forward, or after the forward."""
+    """The penalty is computed before the forward or after it, and added to the loss."""
     model = lib.shard_blocks(toy())
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params, lr=0.1)
@@ -179,7 +179,10 @@ def a_unit_called_before_the_root(lib):
 
 
 def check_chain(lib, model, order=(0, 1, 2)):
-    """Compare one pass's gradients with those of an unsharded model, averaged over all ranks."""
+    """Compare the gradients of one pass with those of an unsharded model.
+
+    The latter are averages over the batches of all ranks.
+    """
     model.zero_grad()
     model(inputs(lib), order).sum().backward()
     got = lib.gradients(model)

@@ -154,14 +154,14 @@ def training_with_accumulation(lib, strategy):
 
 
 def shows_values(lib, model):
-    """Return, for each sharded parameter, whether its gradient has a value that is not zero."""
+    """Return, for each parameter, whether its gradient on this rank has a value other than zero."""
     lib.resharded(model)
     return [p.grad is not None and bool(p.grad.to_local().any()) for p in model.parameters()]
 
 
 @case()
 def gradients_without_sync_are_hidden(lib):
-    """The gradient of a parameter is None or zero until it is reduced."""
+    """The gradient that a parameter shows is None or zero until the gradient is reduced."""
     model = lib.shard_blocks(toy())
     lib.backward(model, sync=False)
     return shows_values(lib, model)
@@ -204,10 +204,10 @@ def sync_of_the_root_alone(lib):
 
 
 def sum_by_turns(lib, model, pattern):
-    """Run a backward for each letter of `pattern`, and return the results of shows_values.
+    """Run a backward for each character of `pattern`, and return the results of shows_values.
 
-    The letter names the units that reduce their gradients: a digit names one block, "*" all units,
-    and "-" no unit. shows_values is called after each backward.
+    The character says which units reduce their gradients: a digit is the index of one block, "*"
+    means all units, and "-" means no unit. shows_values is called after each backward.
     """
     seen = []
     for micro, unit in enumerate(pattern):
@@ -221,7 +221,7 @@ def sum_by_turns(lib, model, pattern):
 
 @case(over={"pattern": ["0*", "1-*", "01*", "0-01*", "*0*"]})
 def units_that_are_summed_by_turns(lib, pattern):
-    """Each backward reduces only the units whose flag is set, and shows only their gradients."""
+    """Only the units whose flag is set reduce their gradients, and only these gradients show."""
     model = lib.shard_blocks(toy())
     return sum_by_turns(lib, model, pattern), lib.gradients(model)
 

@@ -364,7 +364,7 @@ def placements_of_a_weight_of_another_unit(lib):
 
 @case(over={"times": [1, 2]})
 def part_of_a_weight_passed_to_the_forward(lib, times):
-    """A forward gets rows of a weight as an input. Their gradient counts for the weight, too."""
+    """A forward gets rows of a weight as an input. Their gradient is added to the weight's."""
     model = asking(lib, lambda weight: None)
     for seed in range(times):
         model(inputs(lib, seed), model.block.weight.to_local()).sum().backward()

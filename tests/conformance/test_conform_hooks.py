@@ -21,7 +21,7 @@ SHARDED = [S.FULL_SHARD, S.SHARD_GRAD_OP]
 
 
 class Calls:
-    """The state of a communication hook. It counts calls, and records gradients' dimensions."""
+    """The state of a hook: the number of its calls, and the values of ``grad.dim()``."""
 
     def __init__(self):
         self.count = 0

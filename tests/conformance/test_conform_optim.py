@@ -44,7 +44,10 @@ def advance(lib, model, optimizer, steps):
 
 
 def told(value):
-    """Convert a state dict to a form that can be compared: sorted names, shards as their rows."""
+    """Convert a state dict to a form that can be compared.
+
+    Names are sorted, and a ShardedTensor becomes its size and this rank's local shards.
+    """
     if isinstance(value, dict):
         return {str(k): told(v) for k, v in sorted(value.items(), key=lambda item: str(item[0]))}
     if isinstance(value, (list, tuple)):

@@ -32,7 +32,8 @@ LOCAL = StateDictType.LOCAL_STATE_DICT
 BLOCKS = ModuleWrapPolicy({Block})
 
 LOCAL_ON_A_MESH = "Found state_dict_type LOCAL_STATE_DICT"
-if hasattr(torch_fsdp, "DataParallelMeshDims"):  # before torch 2.13 the error has several arguments
+# Before torch 2.13, these sentences are further arguments of the exception.
+if hasattr(torch_fsdp, "DataParallelMeshDims"):
     LOCAL_ON_A_MESH += (
         ". DeviceMesh is not compatible with LOCAL_STATE_DICT. Please set state_dict_type to "
         "SHARDED_STATE_DICT to get DTensor state_dict."

@@ -28,7 +28,7 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 
 
 def units(lib, model):
-    """Return the clean names of the units, in order."""
+    """Return the clean names of the units, in the order of named_modules()."""
     return [clean(name + ".") for name, m in model.named_modules() if isinstance(m, lib.FSDP)]
 
 

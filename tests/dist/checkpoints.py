@@ -1,7 +1,7 @@
 """Helpers that the tests of state dicts and checkpoints share.
 
-There are a model with all kinds of entries, models under each kind of sharding, functions that put
-whole values together, and checkpoints on disk.
+The helpers make a model with all kinds of entries, shard models in each way, put whole values
+together from shards, and save and load checkpoints on disk.
 
 If one group of ranks writes a checkpoint and another group reads it, pass the folder `tmp_path`:
 
@@ -117,9 +117,10 @@ def hybrid(mesh: bool) -> dict[str, Any]:
 
 
 def whole(value: Any) -> Any:
-    """Return a value of a state dict, or a dict of such values, with whole tensors on every rank.
+    """Return `value` with every distributed tensor replaced by the whole tensor, on every rank.
 
-    Collective for distributed values. One collective gathers all ShardedTensors.
+    `value` is a value of a state dict or a dict of such values. Collective for distributed values.
+    One collective gathers all ShardedTensors.
     """
     leaves, form = tree_flatten(value)
     sharded = iter(whole_of_sharded([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]))
@@ -133,7 +134,7 @@ def whole_of_one(value: Any, sharded: Iterator[Tensor]) -> Any:
 
 
 def whole_of_sharded(values: list[ShardedTensor]) -> list[Tensor]:
-    """Put values together by the metadata of their shards, which must cover every element once."""
+    """Put values together by the metadata of their shards, which must cover each element once."""
     if not values:
         return []
     groups = {value._process_group for value in values}

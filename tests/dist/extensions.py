@@ -49,8 +49,9 @@ class Pair5(Pair):
 class Coded(torch.Tensor):
     """A tensor that is gathered as 8-bit integers with a scale for each row.
 
-    The gather has two tensors, whose sizes and dtypes differ from the parameter's, and metadata.
-    The gathered values have the parameter's dtype.
+    ``fsdp_pre_all_gather`` returns metadata, and two tensors to gather. Their sizes and dtypes
+    differ from the parameter's.
+    ``fsdp_post_all_gather`` returns values of the dtype ``param_dtype``.
     """
 
     calls = {"pre": 0, "first": 0, "out": 0}
@@ -133,7 +134,7 @@ class CodedEven(Coded):
 
 
 def patch(local: Any, seen: list[Any]) -> None:
-    """Set hooks on one tensor so that it is gathered in bfloat16; `seen` gets the meshes."""
+    """Set hooks on one tensor so that it is gathered in bfloat16. A hook adds meshes to `seen`."""
 
     def pre(mesh, outer_size, outer_stride, module, mp_policy):
         seen.append(mesh)

@@ -106,7 +106,7 @@ class Pair:
         self.reference.backward(self.batch(micro), sync=False)
 
     def backward(self, between: Callable[[], None] = lambda: None) -> None:
-        """Run forward and backward of both models, and call `between` between the two."""
+        """Run the forwards of both models, call `between`, and run the backwards of both models."""
         loss = loss_of(self.model, self.batch())
         if between:
             expected = self.reference.forward(self.batch())
@@ -161,7 +161,10 @@ class Pair:
         )
 
     def flat_aware(self, missing: set[str]) -> bool:
-        """Return True if `missing` is empty, or if parameters are flat and show zeros, not None."""
+        """Return True if `missing` is empty or the parameters are flat.
+
+        With flat parameters, a gradient that is None in the reference is shown as zeros.
+        """
         return not missing or not self.model._use_orig_params
 
     def apply(self, *, zero: bool = True) -> None:

@@ -94,11 +94,11 @@ class Outcome:
     error_types: tuple[str, ...] = ()  # names of the exception's class and of the class's bases
     traceback: str = ""
     finished_at: float = 0.0  # when the function returned or raised
-    exit_signal: int | None = None  # the signal that ended the process, if one did
-    signalled_at: float | None = None  # when a signal asked for by signal_rank was sent
+    exit_signal: int | None = None  # the signal that ended the process; None: no signal
+    signalled_at: float | None = None  # when the signal of signal_rank() was sent; None: never
     stopped: bool = False  # SIGSTOP was sent to the rank, and no SIGCONT after it
     expired: bool = False  # the rank was still running at the deadline
-    changed: bool = False  # whether the call left a test's function or class in a library
+    changed: bool = False  # a library still has a function or class that a test set in it
     log: str = ""
 
     @property
@@ -120,7 +120,7 @@ def ranks(
     The function gets `rank`, `world` and the arguments that pytest parametrises. An exception of
     any rank fails the test. `env` is set in the ranks before the function is called. With `alone`
     the test gets new ranks, which end with the test. A test needs `alone` if it changes or measures
-    what a process keeps.
+    state of a process that outlives the test.
     """
     import pytest
 
@@ -173,8 +173,8 @@ def run_ranks(
         **(env or {}),
         **host_environment(world, env or {}),
     }
-    # If `new`, the call gets ranks of its own: a process can enter a host only once, and sharing
-    # the ranks of a real GPU has not been tried.
+    # If `new`, the call gets ranks of its own. A process can enter the network namespace of a host
+    # only once, and shared ranks on a real GPU have not been tried.
     new = "MASTER_ADDR" in environment or os.environ.get("FSDPC_TEST_GPU") == "cuda"
     request = {
         "file": inspect.getfile(getattr(function, "rank_function", function)),
@@ -257,7 +257,7 @@ class Root:
     the first template is requested.
     """
 
-    VARIABLE = "FSDPC_TEST_ROOT"  # the name of the root's socket, for processes that pytest starts
+    VARIABLE = "FSDPC_TEST_ROOT"  # environment variable: tells child processes the root's socket
     _process: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -435,7 +435,7 @@ class Before:
         self.functions = functions_of_modules()
 
     def changed(self) -> bool:
-        """Return whether a function or class of `self.functions` is now one that a test defined."""
+        """Return whether a test's function or class has replaced one of `self.functions`."""
         return any(
             space.get(name) is not value and not of_library(space.get(name))
             for space, before in self.functions
@@ -462,7 +462,10 @@ class Before:
 
 
 def of_library(value: Any) -> bool:
-    """Return whether a library defined the value: libraries replace functions on first use, too."""
+    """Return whether a library, and not a test, defined the value.
+
+    Libraries also replace their own functions, on first use.
+    """
     if hasattr(value, "__code__"):
         return not value.__code__.co_filename.startswith(str(Path(__file__).parents[1]))
     return str(getattr(value, "__module__", "")).partition(".")[0] in ("fsdpc", "torch")
@@ -537,7 +540,10 @@ def wait_for_connections(folder: str, rank: int, world: int) -> None:
 
 @contextmanager
 def laid_out(layout: str) -> Iterator[None]:
-    """In layout "rows", cut new units with use_orig_params between the rows of their parameters."""
+    """In layout "rows", give each rank whole rows of the parameters of new units.
+
+    This applies only to units with use_orig_params.
+    """
     from fsdpc._engine.unit import Unit
 
     before = Unit.__init__

@@ -3,10 +3,11 @@
 FSDPC_TEST_JITTER=seed or `pytest --jitter seed` sets the seed. If no seed is set, only the test
 files in ALWAYS have delays, with seed 1. An empty FSDPC_TEST_JITTER disables all delays.
 
-A rank sleeps for up to a few milliseconds before and after modules' forwards, before nodes of the
-autograd graph (those of outputs and some nodes above them, also gradient accumulation), and around
-the optimizer's step. The seed and the rank decide where. A rank is in turn quick and slow, so that
-the ranks drift apart. The delays must not change any result of a test.
+A rank sleeps for up to a few milliseconds before and after the forwards of modules, and before and
+after the optimizer's step. It also sleeps before some nodes of the autograd graph: nodes that made
+the outputs of modules, and nodes a few levels further, also those that accumulate gradients.
+The seed and the rank decide where. Each rank is sometimes quick and sometimes slow, so that the
+ranks drift apart. The delays must not change any result of a test.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 LONGEST_S = 0.004
 PHASE = 25  # after this many calls of wait(), a rank draws a new probability of sleeping
-BUDGET_S = 4.0  # the most that a rank sleeps in total
+BUDGET_S = 4.0  # a rank that has slept this long in one test sleeps no more
 ABOVE = 3  # number of levels of the graph, from an output upwards, whose nodes may be delayed
 ALWAYS = ("test_features_graph", "test_features_experts", "test_late_")  # starts of file names
 

@@ -1,7 +1,8 @@
-"""Every pair of features of activations, and of the steps around them.
+"""Tests of every pair of features: of activations, of sharding and of training steps.
 
-Gradients equal those of an unsharded model without the features, within a bound if a feature loses
-bits. Pairs that cannot work together raise an error that names the reason.
+Gradients equal those of an unsharded model that has only the features of the pair that are meant to
+change values, such as autocast or dropout. If a feature loses bits, gradients may differ within a
+bound. Pairs that cannot work together raise an error that names the reason.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def orders(pair: tuple[str, str]) -> list[tuple[str, ...]]:
 @pytest.mark.long
 @ranks(1, 2)
 def test_pairs(rank: int, world: int):
-    """One rank runs the pairs without sharding, two ranks those with sharding."""
+    """On one rank the test runs the pairs without sharding, on two ranks those with sharding."""
     torch.set_num_threads(1)
     offloading._said[:] = ["said"]
     wrong = {}

@@ -172,7 +172,7 @@ def check(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float, w
 
 
 def compare(kind: type[Model], rank: int, world: int, between: Any = None) -> None:
-    """Compare a run with each feature to a run without. On several ranks, models are sharded."""
+    """Compare runs with one feature each to a run with none. Several ranks shard the models."""
     torch.set_num_threads(1)
     offloading._said[:] = ["said"]
     sharded = world > 1
@@ -192,8 +192,8 @@ def compare(kind: type[Model], rank: int, world: int, between: Any = None) -> No
 def test_blocks(rank: int, world: int, kind: type[Model]):
     """The features work with several kinds of blocks.
 
-    The blocks have inputs that are used again, in-place operators, or tuples, dictionaries and
-    views; or only some ranks run a block.
+    There are blocks whose inputs are used again, blocks with in-place operators, blocks that take
+    and return tuples, dictionaries and views, and blocks that only some ranks run.
     """
     compare(kind, rank, world)
 
@@ -226,7 +226,7 @@ def test_gradient_checkpointing_enable_and_ours(rank: int, world: int):
 
 @ranks(1, 2)
 def test_hooks_of_the_user_around_and_inside(rank: int, world: int):
-    """The user's saved-tensor hooks run, unless compress() is inside them and hides them."""
+    """The user's saved-tensor hooks run, but compress() hides those that were entered before it."""
     torch.set_num_threads(1)
     expected = train(made(Model, world > 1), nullcontext, rank)
     seen: list[torch.Size] = []

@@ -49,7 +49,7 @@ def test_checkpointing_before_and_after_wrapping(rank, world):
     for name, door in DOORS.items():
         plain = door(toy(blocks=4))
         expected, usual = gradients(plain), gathers(plain)
-        assert usual == [1 if name == "fully_shard" else 2, 2, 2, 2, 2]  # the root stays gathered
+        assert usual == [1 if name == "fully_shard" else 2, 2, 2, 2, 2]  # 1: root stays gathered
         choices = CHOICES[:1] if name == "flat" else CHOICES
         for options, when in product(choices, ("before", "after")):
             model = toy(blocks=4)
@@ -89,7 +89,10 @@ def test_compression_leaves_gathered_parameters_alone(rank, world):
 
 @ranks(2)
 def test_gathered_parameters_are_not_compressed(rank, world):
-    """No interface compresses parameters: their rounding errors would reach every gradient."""
+    """compress() does not compress gathered parameters, whichever interface shards the model.
+
+    The rounding errors of compressed parameters would reach every gradient.
+    """
     for door in ("FSDP", "fully_shard"):
         blocks = [nn.Sequential(nn.Linear(48, 48), nn.GELU()) for _ in range(3)]
         if door == "FSDP":

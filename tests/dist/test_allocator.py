@@ -169,8 +169,9 @@ def test_a_model_trains_on_it_and_says_what_it_holds(rank, world):
     held = memory_stats(model)
     kept = sum(held[f"{name}_bytes"] for name in ("master", "grad", "local"))
     slots = held["gather_bytes"] + held["reduce_bytes"]
-    assert kept <= cache.out() < kept + 2000  # the rest records which parameters were used
-    # The driver allocates slots: no allocator has memory that is mapped at several addresses.
+    assert kept <= cache.out() < kept + 2000  # 2000: records of used parameters
+    # The slots come from the driver, because their memory is mapped at several addresses, and no
+    # allocator has such memory.
     assert held["gather_bytes"] % env.GRANULE == 0
     assert held["spare_bytes"] == 0
     device_bytes = simgpu.count()["device_bytes"] - before

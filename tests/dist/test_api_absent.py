@@ -174,7 +174,7 @@ class Chain(nn.Module):
 @ranks(2, 3, env={"FSDPC_REDUCE_SLOTS": "1"})
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_units_without_elements(rank, world, use_orig_params):
-    """A reduction may need memory beside the slots, but not if the unit has no elements."""
+    """A reduction may need memory beside the slots. For a unit without elements it needs none."""
     model = wrap_blocks("fsdpc", Chain(), Empties, use_orig_params=use_orig_params)
     for step in range(6):
         if rank == step % 2:

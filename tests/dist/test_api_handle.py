@@ -94,7 +94,10 @@ def test_training_after_raising_is_training_in_fp32(rank, world, use_orig_params
 @ranks(1, 2, 3)
 @both_ways
 def test_the_flat_parameter_tells_where_its_parameters_lie(rank, world, use_orig_params):
-    """``_shard_param_infos`` and similar attributes are checked by cutting out the values."""
+    """``_shard_param_infos`` and similar attributes describe the flat parameter correctly.
+
+    The test cuts the values of each parameter out of the flat parameter, and compares them.
+    """
     model = wrap_blocks("fsdpc", frozen_toy(), use_orig_params=use_orig_params)
     whole = full_parameters(model)
     for unit, prefix in zip(units(model), ("", "blocks.0.", "blocks.1."), strict=True):

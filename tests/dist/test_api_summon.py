@@ -1,6 +1,7 @@
 """Tests of summon_full_params, apply and dtype conversion.
 
-Values are full inside and sharded afterwards, and names are clean. Forwards, hooks, nested contexts
+Inside the context of summon_full_params, parameters have full values, and their names have no
+"_fsdp_wrapped_module". Afterwards, parameters are sharded again. Forwards, hooks, nested contexts
 and exceptions are tested inside the context.
 """
 
@@ -268,7 +269,10 @@ def test_no_shard_shows_and_keeps_full_parameters(rank, world):
 @ranks(1, 2)
 @pytest.mark.parametrize("writeback", [True, False])
 def test_the_users_own_objects_show_full_values(rank, world, writeback):
-    """An attribute or requires_grad that is set inside the context stays; optimizer states too."""
+    """Inside the context, the parameters are the same objects and keep their optimizer states.
+
+    Attributes and requires_grad flags that are set inside the context stay afterwards.
+    """
     model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loss_of(model, tokens(rank, 0)).backward()
@@ -330,9 +334,9 @@ def test_a_whole_gradient_does_not_pass_for_a_shards(rank, world):
 
 @ranks(2)
 def test_gradients_that_ranks_clear_or_set_alone(rank, world):
-    """Whole gradients have zeros for a rank that has cleared its shard.
+    """If a rank has cleared its `.grad`, this rank's elements of the whole gradient are zero.
 
-    A whole gradient is None if only a rank without elements has a `.grad`.
+    A whole gradient is None if the only ranks with a `.grad` are ranks without elements.
     """
     model = wrap("fsdpc", nn.Linear(40, 40), use_orig_params=True)
     model(torch.ones(2, 40)).square().sum().backward()
@@ -366,7 +370,10 @@ def trains(model, rank, what):
 @STRATEGIES
 @pytest.mark.parametrize("recurse", [True, False])
 def test_forward_on_what_is_shown(rank, world, use_orig_params, strategy, recurse):
-    """Evaluation uses values that the user changed inside the context, as with averaged weights."""
+    """An evaluation inside the context uses values that the user has changed there.
+
+    Programs do this to evaluate averaged weights.
+    """
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params, sharding_strategy=strategy)
     plain = toy()
     with torch.no_grad():
@@ -388,7 +395,10 @@ def test_forward_on_what_is_shown(rank, world, use_orig_params, strategy, recurs
 @ranks(2)
 @BOTH
 def test_forward_of_the_inner_module(rank, world, use_orig_params):
-    """As in generate(), only the root is gathered in advance, and its inner module is called."""
+    """The context gathers only the root, and the program calls the root's inner module.
+
+    Programs do this around generate().
+    """
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
     for _ in range(2):
         with torch.no_grad(), summon(model, recurse=False, writeback=False):

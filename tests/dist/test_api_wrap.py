@@ -1,4 +1,4 @@
-"""Wrap policies: the same modules become units as with torch's own class."""
+"""Tests of wrap policies: fsdpc makes units of the same modules as torch's own class."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_same_modules_are_wrapped(rank, world, policy):
     precisions = [None, MixedPrecision(param_dtype=torch.bfloat16)]
     for build, mixed in itertools.product(MODELS.values(), precisions):
         if mixed and (policy == "size of leaves" or (policy == "size" and build is Attention)):
-            continue  # torch then also wraps inside forced leaves, as another test checks
+            continue  # torch also wraps inside forced leaves here; another test checks fsdpc
         got, expected = (
             units_of(
                 engine,

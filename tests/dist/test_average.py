@@ -1,4 +1,7 @@
-"""fsdpc.optim.Average equals averages of whole parameters that the tests compute, to the bit."""
+"""Tests of fsdpc.optim.Average.
+
+Averages equal, to the bit, those that the tests compute from whole parameters.
+"""
 
 from __future__ import annotations
 
@@ -110,9 +113,10 @@ PASSES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", list(PASSES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_pass_of_the_step_takes_the_values(kind, dtype, monkeypatch):
-    """The step averages every value of a parameter except the first, with the bits of torch's lerp.
+    """Each step after the first averages the new values of the parameters inside its own pass.
 
-    One group has its own decay, and one parameter gets no gradient in one step.
+    The averages equal those of torch's lerp to the bit. One group has its own decay, and one
+    parameter gets no gradient in one step.
     """
     if dtype == torch.float64 and kind in ("AdamW8bit", "AdamMini", "AdamWBF16"):
         pytest.skip("float32 and narrower")

@@ -194,7 +194,8 @@ def everything(run):
     return {k: v.clone() for k, v in found.items() if isinstance(v, torch.Tensor)}
 
 
-# With "saved", the "version" fault raises nothing: recomputed tensors have the right version.
+# The fault "version" is left out for the recomputation "saved". There it raises no error, because
+# recomputed tensors have the right version.
 FAULTS_RECOMPUTED = [
     (kind, recompute)
     for kind in FAULTS
@@ -338,7 +339,8 @@ def test_kept_gradients_outlive_the_failure(rank, world, use_orig_params):
     run.backward(2)
     reference.backward(batch(rank, 2))
     got, expected = full_gradients(run.model), reference.gradients()
-    # The outlet's gradient of the failed micro-batch was computed already, and stays.
+    # Only blocks are compared: the failed micro-batch had added to the outlet's gradient before it
+    # failed.
     got, expected = ({k: v for k, v in d.items() if "blocks" in k} for d in (got, expected))
     check_equal(got, expected, "kept and new", rtol=1e-6, atol=1e-7)
 
@@ -346,7 +348,7 @@ def test_kept_gradients_outlive_the_failure(rank, world, use_orig_params):
 @ranks(2)
 @BOTH
 def test_one_rank_fails_in_no_sync(rank, world, use_orig_params):
-    """In no_sync nothing is sent, so only the rank that fails leaves the batch out."""
+    """In no_sync nothing is sent, so only the batch of the rank that fails is lost."""
     torch.manual_seed(0)
     model = Model()
     reference = Reference(model, loss_of=squares)
@@ -369,7 +371,9 @@ def test_one_rank_fails_in_no_sync(rank, world, use_orig_params):
 
 
 class Partial(Model):
-    """A model with an unused parameter, whose unit is done only when the backward ends."""
+    """A model with an unused parameter. The unit of this parameter is complete only at the end of
+    backward.
+    """
 
     def __init__(self):
         super().__init__()
@@ -506,7 +510,7 @@ def test_the_units_get_another_root(rank, world, use_orig_params, to_none):
 
 @ranks(2)
 def test_memory_of_the_failed_backward_goes_at_once(rank, world):
-    """Gradients of gathered parameters are freed, as the backward may have run out of memory."""
+    """The gradients of gathered parameters are freed: the backward may have run out of memory."""
     run = Run(rank, use_orig_params=True)
     run.step(0)
     run.fail(1)

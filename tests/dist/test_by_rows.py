@@ -39,7 +39,7 @@ OPTIONS = {
 
 
 class Odd(nn.Module):
-    """A model with a scalar, an empty parameter, few rows, odd rows, integers, frozen values."""
+    """A model with a scalar, an empty, a small, an odd-sized, a frozen and an integer parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,10 @@ def train(layout, rank, options, steps=3):
 
 
 def rows_of(whole, comm):
-    """Return this rank's rows as one dimension; none if torch.chunk has fewer chunks than ranks."""
+    """Return this rank's chunk of rows, flattened.
+
+    The chunk is empty if torch.chunk makes too few chunks.
+    """
     chunks = (whole.flatten(1) if whole.dim() > 1 else whole.view(-1)).chunk(comm.world)
     return chunks[comm.rank].flatten() if comm.rank < len(chunks) else whole.flatten()[:0]
 

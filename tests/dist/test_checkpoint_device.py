@@ -55,7 +55,7 @@ def digest(path: Path) -> dict[str, str]:
 
 
 def save_all(rank: int, world: int, folder: str, steps: int = 2) -> None:
-    """Save in the foreground, in the background beside one more step, and with a cast."""
+    """Save in the foreground, then in the background while a step runs, then with a cast."""
     staging.SLOT_BYTES = 1 << 16  # so small that large values are copied in several parts
     run = Run(rank)
     for i in range(steps):
@@ -219,7 +219,7 @@ def during(phase: str) -> None:
 
 
 def round_of(run: Run, folder: str, name: str) -> None:
-    """Run a step, a save, a background save beside a step, a load, and a step."""
+    """Run a step, a save, a step, a background save during a step, a load, and a step."""
     run.step(1)
     during("save")
     checkpoint.save(f"{folder}/{name}-now", run.model, run.optimizer)
@@ -238,9 +238,10 @@ def round_of(run: Run, folder: str, name: str) -> None:
 
 
 def leave_out_waits_of_lanes() -> None:
-    """Make calls of methods of Lane do nothing if they are those in `_waits["left out"]`.
+    """Replace the methods of Lane that wait, so that one of them can be left out.
 
-    `_waits["left out"]` is a phase of the round and the name of a method.
+    `_waits["left out"]` is a phase of the round and the name of a method. In this phase, calls of
+    this method do nothing.
     """
     from fsdpc._companions.lane import Lane
 

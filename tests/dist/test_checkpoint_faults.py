@@ -230,8 +230,8 @@ def load_while_replaced(rank: int, world: int, path: str) -> tuple[set[float], s
     """Load while a checkpoint changes.
 
     First, the checkpoint is replaced after rank 0 opened it and before rank 1 opens it. Then, a bit
-    flips during one read of rank 1. This read gets a few bytes of a block of optimizer states that
-    another rank owns.
+    flips during one read of rank 1. This read gets one scale of 8-bit optimizer states; another
+    rank owns this scale.
     """
     folder, real_open, real_read = Path(path), loading.open_any, loading.read_table
 

@@ -1,4 +1,4 @@
-"""Tests of the cache of what a save or a stream of weights has read from a model.
+"""Tests of the cache in which a save or a stream of weights keeps what it has read from a model.
 
 The next save or stream uses the cache if the model has not changed, and never after a change.
 """
@@ -155,7 +155,7 @@ def train_and_save(rank: int, world: int, path: str, kind: str) -> dict[str, boo
 
     def step() -> None:
         for number, param in enumerate(params):
-            if param.numel():  # as in backward: without elements, no gradient
+            if param.numel():  # backward gives no gradient to a parameter without elements
                 param.grad = torch.full_like(param, number + 1.0)
         optimizer.step()
 
@@ -244,7 +244,7 @@ def freeze_and_save(rank: int, world: int, path: str) -> dict[str, list[int]]:
     save("touched")
     unchanged._links.clear()
     real, os.link = os.link, refuse
-    copy_of, folders.Draft.copy = folders.Draft.copy, None  # no rank may copy: all write
+    copy_of, folders.Draft.copy = folders.Draft.copy, None  # a copy would raise: all ranks write
     save("refused")
     unchanged._links.update({Path(path): True})  # as if links had worked in this folder before
     folders.Draft.copy = copy_of

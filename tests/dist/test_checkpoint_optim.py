@@ -70,7 +70,7 @@ def hop(
 
 def never_saved(name: str) -> dict[str, torch.Tensor]:
     model, threads = Model(torch.float32), torch.get_num_threads()
-    torch.set_num_threads(1)  # as ranks do: the number of threads changes matrix products
+    torch.set_num_threads(1)  # as in a rank, because the number of threads changes the rounding
     train(model, make(name, model), range(STEPS + 1), False)
     torch.set_num_threads(threads)
     return full(model, "plain") | {"loss": model(0).detach()}

@@ -157,8 +157,8 @@ def test_an_error_that_ends_a_program_lets_a_save_in_the_background_end_first(tm
 def accumulate(rank: int, world: int, path: str) -> None:
     """Check that a save between two micro-batches changes nothing.
 
-    A checkpoint has no gradients, so a program that loads one repeats the step from its first
-    micro-batch.
+    A checkpoint has no gradients. A program that loads a checkpoint therefore repeats the step from
+    its first micro-batch.
     """
 
     def micro(model: nn.Module, number: int) -> None:
@@ -370,7 +370,10 @@ def test_evaluation_while_training_goes_on(tmp_path: Path):
 
 
 def until_preempted(rank: int, world: int, path: str) -> int:
-    """Train until SIGTERM. It reaches ranks in different steps, so they agree before they save."""
+    """Train until SIGTERM, then save.
+
+    SIGTERM reaches the ranks in different steps, so the ranks agree on the step of the save.
+    """
     stop = torch.zeros(())
     signal.signal(signal.SIGTERM, lambda *_: stop.fill_(1))
     model = build("fsdpc")

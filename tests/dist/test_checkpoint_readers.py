@@ -21,7 +21,7 @@ from toys import loss_of, tokens, toy, wrap
 
 from fsdpc import checkpoint
 
-WIDTH = 1100  # a weight has 4.8 MB, and so more than one block of checksums
+WIDTH = 1100  # a weight has 4.8 MB, which is more than one checksum block
 
 
 class Named(nn.Module):
@@ -123,13 +123,13 @@ def test_values_are_seen_by_the_next_forward(tmp_path: Path, strategy: int, orig
 
 
 def bytes_read() -> int:
-    """Return the bytes that this process has read so far, from the page cache or a disk."""
+    """Return how many bytes this process has read so far, from the page cache or a disk."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
 
 
 def count_bytes(rank: int, world: int, path: str, kind: str) -> dict[str, int]:
-    """Return the bytes that this rank reads in a load, by the value of `verify`."""
+    """Return how many bytes this rank reads in a load, for each value of `verify`."""
     model = build(kind, nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)))
     optimizer = torch.optim.AdamW(model.parameters())
     sum(param.sum() for param in model.parameters()).backward()

@@ -130,7 +130,10 @@ def test_too_late(caplog):
 
 
 def test_signals_that_no_process_can_handle():
-    """Signal handlers are restored, even after a failure or if a signal is given twice."""
+    """Preemption restores signal handlers if it cannot handle one of its signals.
+
+    It also restores a handler of a signal that is given twice.
+    """
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(OSError, match="Invalid argument"):
         Preemption(signals=(signal.SIGTERM, signal.SIGKILL))

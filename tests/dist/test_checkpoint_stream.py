@@ -166,8 +166,8 @@ def test_ranks_that_leave_raise_or_differ(rank, world):
 
 
 def trainer(rank: int, world: int, readers: int):
-    """Make a group of all ranks except the last ``readers`` ranks. Return a model and its tap on
-    the ranks of the group, and (None, None) on the readers.
+    """Make a group of all ranks except the last ``readers`` ranks. Return a model and its stream of
+    weights on the ranks of the group, and (None, None) on the readers.
     """
     group = dist.new_group(list(range(world - readers)))
     if rank >= world - readers:

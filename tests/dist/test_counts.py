@@ -1,7 +1,7 @@
 """Tests of how often units are gathered and reduced, counted in the engine's own trace.
 
-A step gathers every unit twice if its parameters are released after forward and once if they are
-kept. It reduces every unit once, whatever is recomputed in between.
+A step gathers every unit twice if parameters are released after forward, and once if they are
+kept. A step reduces every unit once, even if backward recomputes activations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tests on the simulated GPU: a step makes every wait that it needs, and no needless wait.
 
-Each wait of one stream for another in a real step (operators, autograd, hooks, an optimizer) is
-left out once. The simulator's clocks must report every wait that is left out, and nothing when none
-is left out.
+The tests run a real step (operators, autograd, hooks, an optimizer) many times, each time without
+one of its waits of one stream for another. The simulator must report a race for each missing wait,
+and nothing if no wait is missing.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def leave_out_each_wait(
     library: str = "torch.optim",
     made: type[Run] = Run,
 ) -> list[tuple[str, list[str]]]:
-    """Return the races that the simulator reports for a step without a missing wait, then for steps
-    in each of which one wait is left out. Only rank 0 leaves waits out.
+    """Return the races that the simulator reports: first for a step with all its waits, then for
+    steps that each lack one wait. Only rank 0 leaves waits out.
     """
     import simgpu
 

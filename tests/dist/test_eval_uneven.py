@@ -35,8 +35,8 @@ def sharded(door: str) -> torch.nn.Module:
 
 @contextmanager
 def other_weights(model: torch.nn.Module, data: bool = False) -> Iterator[None]:
-    """Halve the weights inside the context. With `data`, write to `param.data`, which autograd does
-    not notice, as classes for weight averages do.
+    """Halve the weights inside the context. With `data`, write to `param.data`, as classes for
+    weight averages do. autograd does not notice such writes.
     """
     kept = [param.detach().clone() for param in model.parameters()]
     put(model, [0.5 * value for value in kept], data)
@@ -91,8 +91,8 @@ def losses(door: str, rank: int, first: Callable[..., None] | None) -> list[floa
 @ranks(2, 3)
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 def test_training_after_other_weights(rank, world, door):
-    """A training forward uses the weights that were put back, not those that another rank has
-    gathered for one more batch of averaged weights.
+    """A training forward uses the weights that were put back, not the halved weights, which another
+    rank has gathered to evaluate one more batch.
     """
     uneven = losses(door, rank, lambda model: evaluate_other_weights(model, rank, rank % 2))
     assert uneven == losses(door, rank, None)

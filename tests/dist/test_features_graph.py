@@ -287,8 +287,11 @@ IMPLEMENTATIONS = [CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT]
 
 
 def checkpointed(engine, model, where, implementation, **options):
-    """Return the model with its blocks checkpointed inside their units or around their units, or
-    with layers inside of each block's unit checkpointed.
+    """Return the sharded model with activation checkpoints.
+
+    With `where` "inside", blocks are checkpointed before the model is sharded, and with "outside"
+    afterwards. Both ways, the checkpoint contains the unit of the block. With "within", two layers
+    of each block are checkpointed.
     """
 
     def around(module):

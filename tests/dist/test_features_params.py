@@ -289,7 +289,7 @@ def test_tied_weights(rank, world, engine, use_orig_params, nested):
 
 
 class Strided(nn.Module):
-    """Parameters whose memory is not in the order of their elements."""
+    """A module with parameters that are not contiguous: transposed, sliced or channels-last."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -164,7 +164,7 @@ class Adapters(nn.Module):
 
 def switch_adapters(model, inner, x, way):
     output = model(x)
-    if way == "by tensors":  # the tensors that the modules show after forward
+    if way == "by tensors":  # set flags on the tensors that modules show after forward
         held = list(inner.a.parameters())
         for trained in (False, True):
             for param in held:
@@ -187,8 +187,8 @@ def switch_adapters(model, inner, x, way):
 @pytest.mark.parametrize("interface", ["class", "fully_shard"])
 def test_adapters_are_switched_between_forward_and_backward(rank, world, interface, way):
     """After the forward, the root of fully_shard shows gathered tensors. Flags that are set on the
-    gathered tensors hold for the sharded parameters. Earlier writes to a parameter that is trained
-    for the first time do not count as an optimizer's step.
+    gathered tensors also apply to the sharded parameters. Earlier writes to a parameter that is
+    trained for the first time do not count as an optimizer's step.
     """
     inner, reference = Adapters(), Adapters()
     if interface == "class":
@@ -600,7 +600,7 @@ class Shift(nn.Module):
 @pytest.mark.parametrize("before", [1, 2])
 def test_graphs_from_before_the_unfreezing(rank, world, use_orig_params, before):
     """A backward through a graph from before the unfreezing does not release units that are still
-    in use, also if other backwards ran before and after the unfreezing.
+    in use, even if other backwards ran before and after the unfreezing.
     """
 
     def batch(number):

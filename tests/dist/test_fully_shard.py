@@ -336,7 +336,7 @@ def test_a_module_is_sharded_by_one_interface(rank, world, tied):
     wrapped = fsdpc.FullyShardedDataParallel(first, use_orig_params=True)
     with pytest.raises(ValueError, match="FullyShardedDataParallel already.* not both"):
         fsdpc.fully_shard(nn.Sequential(second))
-    assert wrapped.module is first  # keeps the wrapper, which shards the module, alive
+    assert wrapped.module is first  # this use keeps the wrapper, and so the sharding, alive
 
 
 def checkpoint_folder(rank: int) -> str:
@@ -368,9 +368,9 @@ class OnLocalTensors(TorchDispatchMode):
 @ranks(2, 3)
 @pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
 def test_sgd_with_momentum_steps_local_tensors(rank, world, implementation):
-    """Each step uses only local tensors, also the first step, which makes the momentum buffers, and
-    a step after a buffer was deleted. torch's fused kernel rounds the last elements of a tensor
-    differently.
+    """All steps use only local tensors. This includes the first step, which makes the momentum
+    buffers, and a step after a buffer was deleted. torch's fused kernel rounds the last elements
+    of a tensor differently.
     """
     bounds = {"rtol": 1e-5, "atol": 1e-6} if implementation == "fused" else {"rtol": 0, "atol": 0}
     same = functools.partial(torch.testing.assert_close, **bounds)

@@ -134,7 +134,7 @@ def die_before_a_child(rank: int, world: int) -> None:
 
 
 def test_a_rank_that_dies_before_a_process_that_it_has_forked():
-    """The process keeps the channel of the rank open, so the end of the channel comes too late."""
+    """The harness notices the death although the forked process keeps the rank's channel open."""
     began = time.monotonic()
     (outcome,) = run_ranks(die_before_a_child, 1, faults=True)
     assert outcome.exit_signal == signal.SIGKILL

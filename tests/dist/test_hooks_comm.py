@@ -290,7 +290,7 @@ def test_an_exception_of_the_hook_comes_out_and_the_model_goes_on(rank, world):
 
 
 class Experts(nn.Module):
-    """A model whose input chooses which experts run, in which order; the last one never runs."""
+    """A model whose input chooses the experts and their order. The last expert never runs."""
 
     def __init__(self):
         super().__init__()

@@ -104,9 +104,10 @@ def fails(grad):
     raise ZeroDivisionError("planned")
 
 
-# Each text lists the blocks that each rank runs: all blocks; only some blocks, on one host or on
-# one rank; some blocks twice, on one rank or on all. With "!", backward fails while gradients of
-# the last blocks are being sent.
+# Each text has one word per rank: the blocks that the rank runs, in their order. In some texts, all
+# ranks, the ranks of one host or single ranks leave out blocks. In some texts, one rank or all
+# ranks run a block twice. With "!", backward fails while gradients of the last blocks are being
+# sent.
 WAYS = ["0123 0123 0123 0123", "0123 0123 01 01", "0123 01 23 3210", "0!123 0!123 0!123 0!123"]
 WAYS += ["0120 0123 0123 0123", "0123 0123 0123 0123", "01230 01230 01230 01230"]
 WAYS += ["3 3 3 3", "012!3 012!3 012!3 012!3", "03 03 30 30", "0123 0123 0123 0123"]
@@ -123,7 +124,9 @@ def gradients_of(model: torch.nn.Module, door: str) -> dict[str, torch.Tensor]:
 
 
 def sends_before_the_end(model: torch.nn.Module) -> int:
-    """Return how often this backward sent sums to other hosts before its end; clear the trace."""
+    """Return how often the last backward sent sums to other hosts before it packed or reduced its
+    last unit. Clear the trace.
+    """
     state = model._get_fsdp_state() if hasattr(model, "_get_fsdp_state") else model
     tree = state._tree
     ops = [event["op"] for event in tree.trace()]

@@ -172,7 +172,7 @@ def test_other_numbers_of_reduce_slots(rank: int, world: int, slots: int):
 @ranks(1, 2, env=ON_GPU)
 def test_after_a_backward_that_raised(rank: int, world: int):
     """The backward raises an error after some units have stepped. Later backwards step all units,
-    and hooks see their gradients.
+    and a hook of a parameter still sees the gradient.
     """
     import simgpu
 
@@ -196,7 +196,7 @@ def test_after_a_backward_that_raised(rank: int, world: int):
         inside.step()
         inside.zero_grad()
     steps = [inside.state[next(block.parameters())]["step"] for block in model.blocks]
-    stepped = 3 if world == 1 else 1  # on one rank blocks 4, 3 and 2, else block 4
+    stepped = 3 if world == 1 else 1  # before the error: blocks 4, 3 and 2, or only block 4
     assert steps == [2] * (5 - stepped) + [3] * stepped
     assert len(seen) == (3 if world == 1 else 2) and all(seen)
     assert simgpu.take_reports() == []

@@ -238,8 +238,10 @@ def test_gradients_that_the_user_assigns(rank: int, world: int):
 
 @ranks(1, env=GPU)
 def test_a_unit_that_finds_no_memory_is_named(rank: int, world: int):
-    """The error names the slots that get no memory,
-    or the unit that runs after a unit whose gradient the program keeps.
+    """If there is no memory for the slots, the error names the slots.
+
+    If the program keeps the gradient of a unit, the next unit in backward needs new memory. If
+    there is none, the error names this next unit.
     """
     cache = Cache()
     _C.Comm.self_(0)

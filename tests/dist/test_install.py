@@ -1,4 +1,4 @@
-"""Tests of ``fsdpc.install()``: which class a reference means before install(), between install()
+"""Tests of ``fsdpc.install()``: the class that a name refers to before install(), between install()
 and uninstall(), and after uninstall().
 """
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 class Torchs:
-    """A class that holds torch's classes: install() replaces only names in modules."""
+    """Holds torch's classes. install() leaves them here: it replaces only names in modules."""
 
     FSDP = public.FullyShardedDataParallel
     Scaler = scaler_home.ShardedGradScaler
@@ -223,7 +223,7 @@ def test_a_class_derived_before_is_refused_in_one_sentence(rank, world):
 
 @ranks(2, alone=True)
 def test_fully_shard_and_torchs_checkpoints_go_on(rank, world):
-    """torch's ``fully_shard`` works while fsdpc's class has the name of torch's wrapper."""
+    """torch's ``fully_shard`` still works after install() has replaced torch's wrapper class."""
     fsdpc.install()
     model = toy()
     fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (world,)))

@@ -1,4 +1,7 @@
-"""Tests that random delays happen, and that models which raced under delays train correctly."""
+"""Tests of random delays: ranks are delayed, and models still train correctly.
+
+In earlier versions, delays showed races in these models.
+"""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def own(seed=0):
 @ranks(1, 2, 3)
 @every_door
 def test_own_codes_train_as_unsharded(rank, world, door):
-    """The first loss equals that of unsharded training to the bit, and later losses up to the
+    """The first loss equals that of unsharded training to the bit. Later losses differ only by the
     rounding of sums over ranks. The codes equal those of the unsharded model.
     """
     unsharded = own()
@@ -331,8 +331,8 @@ def test_own_codes_are_saved_and_loaded(rank, world, door, tmp_path):
 
 
 class Uneven(nn.Module):
-    """A model with rows that boundaries of shards cut, a tied weight,
-    and rows that are longer than one part of a save.
+    """A model with a tied weight. Shard boundaries cut rows of its weights, and a save writes a
+    weight in several parts.
     """
 
     def __init__(self, dtype):

@@ -55,9 +55,9 @@ def assert_equal(model: nn.Module, reference: nn.Module, what: str = "") -> None
 @ranks(4)
 @pytest.mark.parametrize("kind", ["flat", "replicas", "waiting"])
 def test_an_all_reduce_hook_sums_over_replicas(rank, world, kind):
-    """As in torchft, parameters are sharded over two ranks, and a hook averages gradients over the
-    two groups. If the mesh has replicas, the hook runs after the engine's own sum over the
-    replicas.
+    """As in torchft, parameters are sharded inside each of two groups of two ranks, and a hook
+    averages gradients over the two groups. If the mesh has replicas, the hook runs after
+    the engine's own sum over the replicas.
     """
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
@@ -293,8 +293,8 @@ def groups_of_two() -> nn.Module:
 @pytest.mark.long
 @ranks(4)
 def test_save_and_load_what_groups_of_ranks_hold_alike(rank, world):
-    """A checkpoint contains the values of all groups only once, and each group reads them. This
-    holds for any number of replicas, in both interfaces, and for a model without tensor
+    """All groups hold equal values. A checkpoint contains these values once, and all groups read
+    them. This holds for any number of replicas, in both interfaces, and for a model without tensor
     parallelism.
     """
     warnings.simplefilter("ignore")
@@ -418,7 +418,7 @@ class Attention(nn.Module):
 @ranks(4)
 def test_ring_attention_on_a_flattened_mesh(rank, world):
     """Each of the two ranks of a pair has one half of every sequence of the pair. Units are sharded
-    over both pairs.
+    over all four ranks.
     """
     warnings.simplefilter("ignore")
     pytest.importorskip(RING)._cp_options.enable_load_balance = False
@@ -459,7 +459,7 @@ def destroy_group() -> str:
 @ranks(2, alone=True)
 @pytest.mark.parametrize("beside_gpus", [False, True])
 def test_units_share_a_mesh_that_keeps_no_group(rank, world, beside_gpus, monkeypatch):
-    """On a machine with GPUs, a mesh of CPUs has its own process group, which is made once.
+    """On a machine with GPUs, a mesh of CPUs has its own process group, which is made only once.
 
     torch's caches of DTensor operations keep meshes alive, so no such operation runs before the
     group is destroyed.

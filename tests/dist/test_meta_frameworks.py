@@ -167,8 +167,8 @@ def test_blocks_wrapped_one_by_one(rank, world, use_orig_params):
 @BOTH
 @pytest.mark.parametrize("init", [False, True])
 def test_reset_parameters_of_every_module(rank, world, engine, use_orig_params, init):
-    """Values are equal on all ranks, both by default and with a function
-    like those of torchtune and Lightning.
+    """Values equal those of a model that is built on the CPU. This holds by default, and with a
+    `param_init_fn` like those of torchtune and Lightning.
     """
 
     def materialise(module):

@@ -209,7 +209,7 @@ def test_keys_of_earlier_rounds_are_deleted(rank, world):
     channel = next(w.channel for w in _nccl._own() if w.channel.name in names)
     number = channel._round - 1
     assert number >= 4
-    comm.barrier()  # after this, all ranks have deleted their keys of round number - 1
+    comm.barrier()  # then all ranks have deleted their keys of round `number - 1`
     assert not channel._store.check([f"{number - 1}/0"])
     assert channel._store.check([f"{number + 1}/0"])
 
@@ -342,7 +342,7 @@ def test_a_deadline_says_where_the_other_ranks_are(rank, world, hosts):
     comm = connect()
     comm.all_gather(torch.zeros(world), "gather of unit layers.2")
     comm.barrier()
-    if rank == 2:  # joins no second gather; its watching thread answers the other ranks
+    if rank == 2:  # this rank joins no second gather; its watching thread answers the others
         dist.barrier()
         seconds, where = _C.nccl_stall(comm)
         assert seconds == 0.0 and re.fullmatch(f"in none of its collectives, after {LAST}", where)
@@ -541,7 +541,7 @@ def test_a_window_that_spoils_nccl_is_done_without(rank, world):
 
 @ranks(2, env=GPU, alone=True)
 def test_a_window_of_the_second_communicator_that_fails_on_one_rank(rank, world):
-    # There are two communicators, one of gathers and one of reductions.
+    # There are two communicators, one for gathers and one for reductions.
     simgpu.plant_nccl("WINDOW_FAILS", 1, k=2, value=1)
     assert not connect().symmetric
     assert simgpu.nccl_count()["misuses"] == 0

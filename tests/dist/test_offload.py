@@ -98,7 +98,7 @@ def test_evaluation_and_loading(rank, world, engine):
     check_equal(dict(models[1].state_dict()), dict(saved), "state dict", rtol=1e-5)
     changed = {k: v + 1 if v.is_floating_point() else v for k, v in saved.items()}
     with torch.no_grad():
-        loss_of(models[1], tokens(rank, 1))  # the gathers are over when the loading begins
+        loss_of(models[1], tokens(rank, 1))  # loading begins after these gathers
     models[1].load_state_dict(changed)
     check_equal(dict(models[1].state_dict()), changed, "loaded")
     models[0].load_state_dict(changed)
@@ -110,7 +110,7 @@ def test_evaluation_and_loading(rank, world, engine):
 @ranks(2, env=GPU)
 def test_optimizers_of_whole_matrices(rank, world):
     """The optimizers step offloaded shards in host memory, and results equal those of one process
-    to the bit. If only the optimizer states would be offloaded, the optimizers raise an error.
+    to the bit. They raise an error if only their states are to be offloaded.
     """
     from test_optim_muon import OPTIONS, STEPS, Model, train
     from test_optim_whole import EVERY, alone, equal, make
@@ -224,7 +224,7 @@ def test_steps_in_backward_unit_by_unit(rank, world):
         assert all(p.grad is None for p in model.parameters())
         units = len(model._tree.units)
         assert len(inside.done) == units
-        # Each unit waits for a gradient, and perhaps also for a master.
+        # The host waits once or twice for each unit: for the gradient, and perhaps for the master.
         assert units <= waits[-1] <= 2 * units, waits
         if policy == "lazy" and world > 1:
             assert len(set(inside.done)) > 1  # the GPU works between the steps of units

@@ -19,8 +19,8 @@ from fsdpc import optim
 from fsdpc.optim import _owned
 from fsdpc.optim._places import local_of
 
-# Matrices, flat and tall, that shard boundaries cut between rows and inside rows; a matrix with
-# fewer rows than there are ranks, a fused matrix, experts, an embedding and a vector.
+# Flat and tall matrices: shard boundaries lie between their rows and inside their rows. There are
+# also a matrix with fewer rows than ranks, a fused matrix, experts, an embedding and a vector.
 SHAPES = {
     "embed": (16, 12),
     "qkv": (36, 12),

@@ -203,7 +203,7 @@ def test_memory_is_bounded(rank, world):
     of a run in memory to the bit. The limit does not allow such a run in memory.
     """
     torch.set_num_threads(1)
-    ctypes.CDLL(None).mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: freed memory goes back
+    ctypes.CDLL(None).mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: free() unmaps large blocks
     one, other, small = blocks(), blocks(), nn.Linear(3, 3)
     small(torch.ones(3)).sum().backward()
     optim.AdamW(small.parameters()).step_and_clip(1.0)  # allocates what is needed at first use

@@ -312,8 +312,9 @@ class Rows(torch.optim.AdamW):
 
 
 class SOAP(Signs):
-    """An optimizer that fsdpc cannot construct for trial steps, by which fsdpc finds out whether an
-    optimizer is elementwise: the constructor needs an argument that no parameter group keeps.
+    """An optimizer that fsdpc cannot try. fsdpc finds out by trial steps whether an optimizer is
+    elementwise. For the trial, it cannot construct an optimizer of this class: the constructor
+    needs an argument that no parameter group keeps.
     """
 
     def __init__(self, params: Any, model: nn.Module) -> None:
@@ -321,11 +322,11 @@ class SOAP(Signs):
 
 
 class Prodigy(SOAP):
-    """An optimizer without trial steps too. fsdpc knows its name as one that is not elementwise."""
+    """Also an optimizer that fsdpc cannot try. fsdpc knows its name: it is not elementwise."""
 
 
 class Adam_mini(SOAP):  # noqa: N801  the package's name
-    """An optimizer that needs the model's names, as the class of its package does."""
+    """An optimizer that needs the names of the model's parameters, like the package's class."""
 
 
 MISLED = [
@@ -339,7 +340,7 @@ NOT_MISLED = [Signs, SOAP, torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop
 @pytest.mark.parametrize("cases", [[*MISLED, *NOT_MISLED]])
 def test_optimizers_that_are_not_elementwise_are_named(rank, world, cases):
     """On a rank that has flat shards, fsdpc warns once about each class of optimizers that is not
-    elementwise. These checks leave torch's random number generator unchanged.
+    elementwise. fsdpc's check leaves torch's random number generator unchanged.
     """
 
     def said(kind: Any, shard: Any) -> list[str]:

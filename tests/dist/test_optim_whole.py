@@ -301,7 +301,7 @@ def test_checkpoints_over_worlds_and_interfaces(rank, world, kind):
         train(model, optimizer, range(STEPS))
         folder = f"{box[0]}/{source}"
         checkpoint.save(folder, model, optimizer)
-        begin = (turn + 2 * world) % 4  # 2 and 3 ranks together test each pair of doors
+        begin = (turn + 2 * world) % 4  # each run, on 2 or 3 ranks, tests half of the door pairs
         for target in ((*DOORS, "one") * 2)[begin : begin + 2]:
             other = Model() if target == "one" else shard(target)
             resumed = make(kind, other, lr=1.0)

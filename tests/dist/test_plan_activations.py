@@ -81,9 +81,8 @@ def measured(kind, checkpointing, precision, profiled):
 
 
 def peak_of_allocator(seen):
-    """Return the most bytes that torch's CPU allocator had handed out at once since the profile
-    began, by the events of a profile with ``profile_memory=True``. This includes what operators
-    allocate internally.
+    """Return the peak of the bytes that torch's CPU allocator hands out during a profile with
+    ``profile_memory=True``. This includes memory that operators allocate internally.
     """
     live = top = 0
     events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -105,7 +104,7 @@ def test_traced_activations_are_those_of_a_run(rank, world):
     """
     for kind, ratio, precision in CASES:
         live, _, own_run = measured(kind, ratio, precision, False)
-        if rank == 0:  # a plan is local
+        if rank == 0:  # planning needs no other rank
             torch_plan, own_plan = predicted(kind, world, ratio, precision)
             assert own_plan == own_run
             assert torch_plan == pytest.approx(live, rel=1e-3), (kind, ratio, precision)

@@ -92,7 +92,7 @@ def test_what_the_driver_and_nccl_hold_is_measured(rank, world):
     report = fsdpc.memory_report(model)
     lines = by_role(report)
     comms, context = lines["communicators"], lines["device context"]
-    # There are two communicators, one of gathers and one of reductions.
+    # There are two communicators, one for gathers and one for reductions.
     assert (comms.planned, comms.actual) == (544_000_000, 2 * 3 << 20)
     assert context.planned == 500_000_000 and 0 <= context.actual - (7 << 20) < 1 << 20
     assert report.equal and str(report).count("assumed") == 2, str(report)

@@ -1,4 +1,4 @@
-"""Tests that a plan of the engine's memory, made before wrapping, equals a run to the byte."""
+"""Tests that the engine's memory as planned before wrapping equals a run's memory to the byte."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def run_one(rank, kind, setup, precision, micros=1, **options):
     run = fsdpc.memory_stats(model)
     keys = set(KEYS)
     if on_gpu() and precision.param is not None and precision.reduce is None:
-        # Whether NCCL rounds only once, and therefore which dtype is sent, is known only after a
-        # communicator was made.
+        # Whether NCCL rounds a sum only once is known only after a communicator was made. The dtype
+        # that is sent depends on it, and the plan assumes the larger dtype.
         keys -= {"reduce_bytes"}
         assert run["reduce_bytes"] <= plan["reduce_bytes"]
     found, wanted = ({key: side[key] for key in keys} for side in (run, plan))
@@ -173,7 +173,7 @@ def test_a_wire_without_background_transfers_has_no_more_slots(rank, world):
     setup = setup_of(model._unit.groups.shard, None, False)
     run, plan = fsdpc.memory_stats(model), engine.engine_memory(units, setup).stats
     assert [run[key] for key in KEYS] == [plan[key] for key in KEYS]
-    assert run["gather_slots"] == 3  # one of the root and two of the blocks
+    assert run["gather_slots"] == 3  # one for the root and two for the blocks
 
 
 @ranks(2)
@@ -209,7 +209,7 @@ def shard_rows(classes, reshard, policy):
 
 @ranks(1, 2, 3)
 def test_fully_shard_equals_its_plan(rank, world):
-    """The user's function shards units by rows. The plan equals the run to the byte."""
+    """A plan from the user's function, which calls fully_shard, equals the run to the byte."""
     for kind, precision in subset(product(ROWS, PRECISIONS[:3])):
         make, classes, reshard = ROWS[kind]
         plain = make().to(precision.model)

@@ -1,5 +1,5 @@
-"""Tests that compare the schedule that the simulator plans with real steps: with the engine's
-trace, and with the collectives that torch runs.
+"""Tests that compare the simulator's schedule with two records of real steps: the engine's trace,
+and the collectives that torch runs.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def test_order_and_sums_equal_the_trace(rank, world):
         expected = planned(model, strategy, precision, world)
         for step in range(2):
             trace = [e for e in model._tree.trace() if e["step"] == step]
-            # Ranks that share memory sum a unit when all ranks have packed it, so that sums come in
-            # any order; each rank packs units in order.
+            # Ranks that share memory sum a unit as soon as all ranks have packed it, so the order
+            # of sums may differ. Each rank packs units in order.
             packs = "pack" if any(e["op"] == "pack" for e in trace) else "reduce"
             ran = [
                 (e["phase"], e["op"].replace(packs, "reduce"), e["unit"])

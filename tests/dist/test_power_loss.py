@@ -83,8 +83,8 @@ def noted(root: Path, log: Path) -> Iterator[None]:
     real, rename, plain = os.fsync, folders._C.ckpt_rename, os.rename
 
     def do(make: Callable[[], Note], call: Callable[[], Any]) -> Any:
-        """Write a note, then run ``call``. Ranks hold a lock meanwhile, so the notes have the order
-        of the calls.
+        """Write a note, then run ``call``. A rank holds a lock while it does both, so the notes
+        have the order of the calls.
         """
         with open(log / "lock", "a") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
@@ -131,7 +131,7 @@ class Disk:
         self.waits: dict[int, list[dict[str, int | None]]] = {}
 
     def see(self, now: Snapshot) -> None:
-        """Take in all changes since the last snapshot, except renames."""
+        """Record all changes since the last snapshot. `do` has already recorded renames."""
         for inode in self.now.folders.keys() | now.folders.keys():
             before, after = self.now.folders.get(inode, {}), now.folders.get(inode, {})
             for name in before.keys() | after.keys():
@@ -160,7 +160,7 @@ class Disk:
             )
 
     def lose_power(self, seed: int) -> Tree | None:
-        """Return what has the checkpoint's name after the power loss; None if nothing has."""
+        """Return the folder that has the checkpoint's name after the power loss, or None."""
         rng = random.Random(seed)
         share = rng.choice((0, 0.5, 1))
 

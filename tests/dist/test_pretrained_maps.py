@@ -286,7 +286,7 @@ def test_stray_tensors_and_only(rank, world, tmp_path):
     state = whole(model.state_dict())
     assert torch.equal(state["bias"], before)
     assert torch.equal(state["weight"], torch.ones(4, 4))
-    with torch.device("meta"):  # here, parameters that are left out have no values to keep
+    with torch.device("meta"):  # so that the bias, which is not loaded, has no values
         model = nn.Linear(4, 4)
     found = load_pretrained(fsdpc.fully_shard(model), tmp_path, only="weight")
     assert found.empty == ["bias"] and whole(model.state_dict())["bias"].isnan().all()

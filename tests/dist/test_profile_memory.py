@@ -1,4 +1,4 @@
-"""Tests of profile_memory: live bytes by role and unit, its files, and leaks that are planted."""
+"""Tests of profile_memory: live bytes by role and unit, files, and reports of planted leaks."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_what_is_live(rank, world, front):
     assert last["optimizer states"] == 4 * states
     assert sum(last.get(role, 0) for role in ("activations", "unit gradients")) == 0
     # After the forward of unit 2, its saved activations are live under the name of the unit: the
-    # output of relu (16 x 256), which is also what down saves as its input, and the output of down
-    # (16 x 64).
+    # output of relu (16 x 256), which the layer `down` also saves as its input, and the output of
+    # `down` (16 x 64).
     after = [s for s in profile.samples if s.event == "post_forward" and s.unit == "2"]
     assert [s.live[("activations", "2")] for s in after] == [4 * 16 * (256 + 64)] * 4
     assert all(

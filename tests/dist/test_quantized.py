@@ -72,8 +72,9 @@ def test_on_a_gpu(rank, world):
 
 
 def check_context(model, report):
-    """Check that the report counts memory of torch's allocator and of slots only once;
-    codes are in memory of the allocator.
+    """Check that the report counts each byte once. Its line "device context" stays the same if
+    torch's allocator holds the shards, the gradients and the codes. The report also counts the
+    codes as slots.
     """
     stats = fsdpc.memory_stats(model)
     kept = sum(stats[f"{key}_bytes"] for key in ("master", "grad", "local", "coded"))

@@ -369,7 +369,8 @@ def test_replicas_of_gpus_sum_what_is_decoded(rank, world):
         assert torch.equal(found, (sums[0] + sums[1]) * 0.25)
     assert fsdpc.memory_report(model).equal
     sent = [e for e in model._get_fsdp_state()._tree.trace() if e["op"] == "send"]
-    last = {event["unit"]: event["bytes"] for event in sent}  # a unit's last send sums its replicas
+    # A unit's last send is the one between replicas.
+    last = {event["unit"]: event["bytes"] for event in sent}
     stats = fsdpc.memory_stats(model)
     assert sum(last.values()) == stats["master_bytes"]
     assert sum(event["bytes"] for event in sent) == stats["sent_bytes"]

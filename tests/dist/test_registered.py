@@ -218,7 +218,7 @@ def test_changes_in_forward_are_refused(rank, world, interface, way):
     if way != "assigned":
         inner[1].way = ""
         expected, plain = train(writers(0), rank), shard(writers(0), interface)
-        assert train(model, rank)[1:] != expected[:-1]  # the model trains on
+        assert train(model, rank)[1:] != expected[:-1]  # the model can still train
         assert train(plain, rank) == pytest.approx(expected)
 
 
@@ -251,8 +251,9 @@ def test_parameters_over_common_memory(rank, world, interface):
 
 @ranks(2)
 def test_values_lent_to_a_sharded_class(rank, world):
-    """Values that functional_call lends to a unit are refused under whatever name, also for units
-    inside others, because a unit would compute with its own shards. The model stays as it was.
+    """functional_call may not lend values to a unit under any name, because the unit would compute
+    with its own shards. The same holds for a unit inside another unit. The error does not change
+    the model.
     """
     x = torch.ones(3, 4)
     for flat, nested in ((True, False), (True, True), (False, True)):
@@ -277,8 +278,8 @@ def test_values_lent_to_a_sharded_class(rank, world):
 
 @ranks(2)
 def test_what_stands_for_a_flat_parameter(rank, world):
-    """An error names a tensor that replaces a flat parameter or a parameter of a unit. Buffers that
-    are lent reach their module.
+    """An error names a tensor that replaces a flat parameter or a parameter of a unit. A module
+    uses the buffers that functional_call lends to it.
     """
     model = wrap("fsdpc", nn.Sequential(nn.Linear(4, 4), wrap("fsdpc", nn.BatchNorm1d(4))))
     x = torch.ones(2, 4)
@@ -293,7 +294,7 @@ def test_what_stands_for_a_flat_parameter(rank, world):
     with pytest.raises(fsdpc.StateError, match="'0.weight' of unit .*summon_full_params"):
         model(x)
     inner[0].weight = weight
-    lent = {"1.running_mean": torch.full((4,), 9.0)}  # the name leaves out the wrapper's part
+    lent = {"1.running_mean": torch.full((4,), 9.0)}  # the name lacks "_fsdp_wrapped_module."
     functional_call(model, lent, (x,))
     assert 0 < (lent["1.running_mean"] - 9).abs().max() < 2
     assert model.module[1].module.running_mean.abs().max() < 2

@@ -143,9 +143,7 @@ def test_the_states_of_each_optimizer_are_planned(rank, world, name):
 @ranks(1)
 @pytest.mark.parametrize("front", ["fsdp", "fully_shard"])
 def test_advice_is_about_the_moment_that_failed(rank, world, front):
-    """Before the first step there are no optimizer states,
-    so that states of fewer bits would free nothing.
-    """
+    """Before the first step there are no optimizer states, so 8-bit states would free nothing."""
     sharded = model(front, 4096)
     optimizer = torch.optim.AdamW(sharded.parameters())
     for states in (False, True):
@@ -230,7 +228,7 @@ def test_a_report_that_fails_masks_nothing(rank, world):
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     step(sharded, optimizer)
     blocks(sharded)[1].asks = "forward"
-    limit(0)  # the report has only the reserve of memory
+    limit(0)  # the report can use only the reserve of address space
     with pytest.raises(RuntimeError, match="can't allocate") as caught:
         step(sharded, optimizer)
     assert "what would free most" in note_of(caught)

@@ -129,7 +129,7 @@ def test_on_disk(tmp_path, worlds):
 @ranks(2, 3)
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_one_cut_for_all_precisions(rank, world, low):
-    """Flat parameters and optimizer states that a float32 run saves fit a run in low precision."""
+    """A run in low precision can load flat parameters and optimizer states of a float32 run."""
     policies = (None, MixedPrecision(low, low), MixedPrecision(reduce_dtype=low))
     models = [wrap_blocks("fsdpc", toy(seed=i), mixed_precision=p) for i, p in enumerate(policies)]
     optimizers = [torch.optim.Adam(model.parameters()) for model in models]
@@ -226,7 +226,7 @@ def test_original_parameters_that_do_not_fit(rank, world):
     same(model.state_dict(), toy().state_dict())
 
 
-ALLOWED = [  # the classes that loading a dict of torch's class needs
+ALLOWED = [  # what torch.load must allow so that it loads a dict of torch's FSDP
     *(Shard, ShardMetadata, ShardedTensor, ShardedTensorMetadata, TensorProperties),
     *(ChunkShardingSpec, MEM_FORMAT_ENCODING, _remote_device, getattr),
     ShardedTensor.ProcessGroupState,

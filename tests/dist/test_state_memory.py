@@ -47,7 +47,7 @@ def megabytes(field: str) -> float:
 
 
 def peak_of(call) -> float:
-    """Return the most MB by which this process grew in the call, including the call's result."""
+    """Return the peak growth of this process during the call, in MB, with the call's result."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = megabytes("VmRSS")
@@ -67,7 +67,9 @@ def measure(rank, world, kind, config, engine, load):
     give_back_at_once()
     model = wrap(engine, Stack(), auto_wrap_policy=ModuleWrapPolicy({Layer}), use_orig_params=True)
     with typed(model, kind, config):
-        kept = [model.state_dict()]  # this call maps other ranks' pages, which exist anyway
+        # This call maps pages of other ranks before the peak is measured. Such pages count as
+        # memory of this process, but they exist anyway.
+        kept = [model.state_dict()]
         if load:
             return peak_of(lambda: model.load_state_dict(kept[0]))
         kept.clear()

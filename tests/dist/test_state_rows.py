@@ -1,5 +1,5 @@
-"""Tests of the SHARDED form of one value. Its blocks of rows are in a ShardedTensor or a DTensor,
-and equal the blocks of rows that torch makes.
+"""Tests of the form that one value has in a SHARDED_STATE_DICT: blocks of rows in a ShardedTensor
+or a DTensor. They equal the blocks of rows that torch makes.
 """
 
 from __future__ import annotations

@@ -151,8 +151,8 @@ def test_a_mesh_with_a_dimension_that_nothing_is_sharded_over(rank, world, names
 
 @ranks(4)
 def test_rows_over_another_dimension_of_the_mesh_are_gathered(rank, world):
-    """The state dict holds values as torch's FullyShardedDataParallel shards them on such a mesh,
-    over dimension 1. To load them, every rank must gather a value, or no rank may."""
+    """The state dict holds values as torch's FullyShardedDataParallel shards them on a 2-D mesh:
+    over dimension 1. A load must gather a value either on every rank or on no rank."""
     mesh = init_device_mesh("cpu", (2, 2))
     model = wrap_blocks("fsdpc", toy(), device_mesh=mesh)
     expected = toy(seed=1).state_dict()

@@ -111,7 +111,8 @@ INNER = {"no_grad": teach_no_grad, "through": teach_through, "backward": teach_i
 
 def train(rank, world, student, step_of, steps=STEPS):
     """Train `student`, a pair of a sharded model and its unsharded copy, and compare the
-    parameters. `step_of(model, batch, step, plain)` returns the loss."""
+    parameters of both. `step_of(model, batch, step, plain)` returns the loss; `plain` is True for
+    the copy."""
     optimizer = torch.optim.SGD(student[0].parameters(), lr=0.05)
     plain_optimizer = torch.optim.SGD(student[1].parameters(), lr=0.05)
     for step in range(steps):
@@ -247,7 +248,8 @@ def test_teacher_that_follows(rank, world):
 
     def step_of(model, x, step, unsharded):
         judge = plain_teacher if unsharded else teacher
-        if not unsharded or step_of.moved != step:  # the unsharded teacher moves once for all ranks
+        # The unsharded teacher is averaged once in a step, not once for each rank's batch.
+        if not unsharded or step_of.moved != step:
             step_of.moved = step
             with torch.no_grad():
                 for p, q in zip(judge.parameters(), model.parameters(), strict=True):

@@ -99,7 +99,8 @@ def apply(model, implementation, by):
 @pytest.mark.parametrize("unit", [nn.Sequential, Block], ids=lambda u: u.__name__)
 def test_apply_activation_checkpointing(rank, world, order, implementation, use_orig_params, unit):
     """Checkpointed modules may be units or contain units. The names in the state dict do not
-    change, and a recomputation gathers no unit again: each unit is gathered twice in a step."""
+    change. A recomputation needs no gather of its own: with two ranks, each unit is gathered once
+    in forward and once in backward."""
     model = make()
     names = list(model.state_dict())
     reference = Reference(model)
@@ -231,7 +232,7 @@ def test_activations_offloaded(rank, world, use_orig_params):
     reference = Reference(model)
     model.blocks = nn.ModuleList(offload_wrapper(block) for block in model.blocks)
     model = wrap_blocks("fsdpc", model, nn.Sequential, use_orig_params=use_orig_params)
-    train(rank, model, reference, rtol=1e-5)  # the elements of the copies lie in another order
+    train(rank, model, reference, rtol=1e-5)  # the copies have other strides
     assert list(model.state_dict()) == names
 
 

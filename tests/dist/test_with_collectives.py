@@ -148,7 +148,7 @@ def test_flight_recorder(rank, world):
     before = recorded()
     step(model, rank)
     new = recorded() - before
-    # gloo records reductions by several names
+    # gloo records reductions under several names
     assert new.total() == STEPS * (FULL + UNITS + 1), new
 
 

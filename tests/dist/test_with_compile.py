@@ -241,8 +241,8 @@ def test_steps_of_optimizers_in_a_compiled_function(rank, world):
 @pytest.mark.long
 @ranks(2, **patient)
 def test_hooks_of_fully_shard_beside_whole_graphs(rank, world):
-    """Modules must compile as one graph inside units of one module and of two modules, with forward
-    hooks and with outputs that are cast."""
+    """Each module must compile as one graph, also in a unit of two modules. The modules have
+    forward hooks, and their units cast their outputs."""
     from fsdpc import MixedPrecisionPolicy, fully_shard
 
     model = toy()

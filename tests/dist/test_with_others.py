@@ -171,8 +171,8 @@ def test_ddp_of_what_fsdpc_ignores(rank, world, use_orig_params):
 @ranks(2)
 @both_ways
 def test_ddp_around_an_fsdpc_model(rank, world, use_orig_params):
-    """DDP gets only the parameters that fsdpc ignores. If fsdpc ignores none, DDP says that it is
-    not needed."""
+    """DDP gets only the parameters that fsdpc ignores. If fsdpc ignores none, DDP raises an error:
+    the model has no parameters for DDP."""
     model = toy()
     reference = Reference(model)
     sharded = wrap_blocks(

@@ -134,7 +134,7 @@ def test_another_shape_is_refused_by_name(rank, world, use_orig_params):
     model = sharded(use_orig_params=use_orig_params)
     name, param = list(by_name(model).items())[-1]
     param.data = torch.zeros(4, 5)
-    what = name if use_orig_params else "norm.weight"  # the flat parameter's first member
+    what = name if use_orig_params else "norm.weight"  # the first parameter in the flat parameter
     text = r"(?s)Cannot writeback when the parameter shape changes"
     text += rf".*\[4, 5\].*'{what}' of unit .*rank"
     with pytest.raises(RuntimeError, match=text):
@@ -321,8 +321,8 @@ def test_one_parameter_zeroed_between_no_sync_passes(rank, world):
 @BOTH
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_sums_then_waiting_then_zeroed(rank, world, use_orig_params, set_to_none):
-    """A synchronized pass, a pass under no_sync and then zero_grad leave no gradients: a further
-    pass of each kind gives the gradients of a fresh model."""
+    """zero_grad discards the gradients of a synchronized pass and of a pass under no_sync: a
+    further pass of each kind gives the gradients of a fresh model."""
     one, two = (sharded(use_orig_params=use_orig_params) for _ in range(2))
     loss_of(one, tokens(rank, 7)).backward()
     with one.no_sync():

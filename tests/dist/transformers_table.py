@@ -73,7 +73,7 @@ def _module_of(kind: str) -> str:
 
 
 def values_of(kind: str) -> dict:
-    """Return the default configuration of a model type, with the values of its JSON file."""
+    """Return the default configuration of a model type as its JSON file would hold it."""
     from transformers import CONFIG_MAPPING
 
     values = json.loads(json.dumps(CONFIG_MAPPING[kind]().to_dict(), default=str))
@@ -264,7 +264,7 @@ def main() -> int:
         parser.error("--write is of all folders")
     names = options.folders.split(",") if options.folders else folders()
     torch.set_num_threads(1)
-    planned(shallow(values_of("bert"), 1))  # imports modules once for all processes
+    planned(shallow(values_of("bert"), 1))  # imports modules before processes are forked
     with ThreadPoolExecutor(options.jobs) as pool:
         rows = []
         for row in pool.map(lambda name: alone(name, not options.no_steps), names):

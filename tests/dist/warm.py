@@ -1,5 +1,5 @@
-"""Work that torch and fsdpc do more slowly the first time, done once before ranks are forked.
-Nothing in this file starts a thread.
+"""Operations that run once before ranks are forked, because torch and fsdpc are slow at the first
+call. Nothing in this file starts a thread.
 """
 
 from __future__ import annotations

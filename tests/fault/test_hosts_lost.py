@@ -49,8 +49,8 @@ def raising(rank, world, victim):
 
 
 def check_named_at_once(outcomes, victim, kind):
-    """Check that all other ranks name the victim within 3 s. Behind the victim's rank, the error
-    has a text in parentheses, which must begin with ``kind``."""
+    """Check that all other ranks name the victim within 3 s. After the victim's rank, the error has
+    a text in parentheses, which must begin with ``kind``."""
     begun = outcomes[victim].signalled_at
     for outcome in outcomes:
         if outcome.rank != victim:

@@ -21,13 +21,13 @@ from fsdpc import CommError, checkpoint, fully_shard
 
 # The most seconds from the signal to the last survivor's error. The deadline is longer: 30 s.
 LATE_S = 20.0
-# The deadline of the other ranks in seconds, from the step on in which a rank stops.
+# The deadline of the other ranks in seconds. It is set in the step in which a rank stops.
 STOPPED_S = 4.0
 VICTIM = 1
 
 
 class Trap(nn.Module):
-    """A module that calls `fatal` when a step passes the named place for the second time."""
+    """A module that calls `fatal` when `trip` is called for the second time with `place`."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def killed(rank, world, phase):
 def test_sigkill(world, phase):
     outcomes = with_what_was_left(lambda: run_ranks(killed, world, faults=True, phase=phase))
     assert outcomes[VICTIM].exit_signal == signal.SIGKILL
-    if phase == "construction":  # without a communicator, torch's own rendezvous notices
+    if phase == "construction":  # no communicator exists yet; torch's rendezvous notices
         for outcome in outcomes:
             assert not outcome.returned
         return
@@ -191,8 +191,8 @@ def test_sigstop(phase):
     not come."""
     outcomes = with_what_was_left(lambda: run_ranks(stopping, 2, faults=True, phase=phase))
     assert outcomes[VICTIM].stopped
-    # After a while, the other ranks give up a slot that the stopped rank holds. They then wait at
-    # the end of backward, not in a unit's gather.
+    # After a while, the other ranks stop waiting for a slot of the stopped rank, and use private
+    # memory. They then wait at the end of backward, not in a unit's gather.
     expected = f"the cause: rank {VICTIM} (pid "
     check_survivors(outcomes, expected, within=STOPPED_S + LATE_S, kinds=["CommTimeout"])
 

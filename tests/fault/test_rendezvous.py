@@ -23,8 +23,8 @@ def limit_file_sizes():
 
 
 def limit_descriptors():
-    """Allow two or three more descriptors. The limit is on descriptor numbers, so the unused
-    numbers below it are filled first."""
+    """Allow two or three more descriptors. The limit is on descriptor numbers, so this function
+    first fills the unused numbers below the highest number in use."""
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     while os.dup(0) < highest:
         pass

@@ -79,8 +79,8 @@ class Flying(Callbacks):
 
 @dataclass
 class Caller(Companions):
-    """A source of random calls from a seed. It keeps the objects that calls return for later
-    calls."""
+    """A source of random calls from a seed. It keeps objects that calls have returned, as arguments
+    of later calls."""
 
     seed: int
     log: Callable[[str], None]

@@ -216,7 +216,7 @@ class Companions:
         self.call("ckpt_header", _probe.ckpt_header, lambda: bytes(data), bytes_)
 
     def call_ranges(self) -> None:
-        """Write or read a file. The memory is valid; offsets, lengths and types may not be."""
+        """Write or read a file. The memory is valid; offsets, lengths and types may be invalid."""
         rng = self.rng
         folder = self.folder()
         memory = np.zeros(rng.choice([1, 4096, 20_000]), "u1")

@@ -33,11 +33,11 @@ class Config:
     reduce_slots: int
     param: str  # the param_dtype of MixedPrecision, or "" for none
     reduce: str
-    # How a program reads gradients: "swap" (gathered in the parameters' place), or "summon" (by
-    # summon_full_params with gradients).
+    # How a program reads full gradients. "swap": it puts them in the parameters' place, and gathers
+    # the parameters. "summon": it calls summon_full_params with gradients.
     grads_by: str
     jitter: bool  # True: ranks are late at random places
-    mix: bool  # True: units differ in strategy, or in reshard_after_forward with `in_place`
+    mix: bool  # True: strategies (with `in_place`: reshard_after_forward) differ by unit
     # True (only if `collectives` is "c10d"): units are exchanged over a wire by sends and receives.
     flies: bool = False
     # With `flies`: one letter for each rank, the same letter for ranks of one host. "": each rank
@@ -45,8 +45,8 @@ class Config:
     hosts: str = ""
     in_place: bool = False  # True: fully_shard shards the model; False: a wrapper shards it
     second: bool = False  # True: a second sharded model exists during the case
-    # "": the model is not on the meta device. Otherwise it is; with `in_place`, "empty", "assign"
-    # and "rank0" are ways to get its values after sharding, see `filled` in sides.py.
+    # Not "": the model is sharded on the meta device (without `in_place`: on all ranks but 0). With
+    # `in_place`, "empty", "assign" or "rank0" says how it is filled, see `filled` in sides.py.
     meta: str = ""
     # The next fields matter only with `in_place`.
     meshes: str = "one"  # how the units' meshes are made: see `another_mesh` in sides.py

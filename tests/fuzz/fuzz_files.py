@@ -89,7 +89,7 @@ def same(one: Values, other: Values) -> bool:
 
 
 class Wrong(Exception):
-    """An error of the fuzzer: the library did what it must not do."""
+    """The error that the fuzzer raises if the library did what it must not do."""
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Life:
 
     def live(self) -> list[int]:
         """Return the steps of the run, the last published first, without the steps that the run
-        left when it went back to an earlier step."""
+        gave up when it went back to an earlier step."""
         found: list[int] = []
         for step in sorted(self.steps, key=lambda s: -self.steps[s].order):
             if not found or step < found[-1]:
@@ -302,7 +302,7 @@ class Life:
             self.plain[target.name] = made
 
     def do_overwrite(self) -> None:
-        """Write a path again and again while a child process loads from it."""
+        """Overwrite a checkpoint one or more times while a child process loads from its path."""
         name = self.rng.choice(["a", "b"])
         path = self.home / name
         self.fill()

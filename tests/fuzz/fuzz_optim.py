@@ -9,9 +9,9 @@ of 256. Gradients may be missing, not contiguous, huge, zero or not finite. Each
 instruction set.
 
 Parameters must stay within rounding of the reference, and be finite where the reference is finite.
-They must be bitwise equal on every instruction set, and in steps without a table. Two further runs
-clip gradients, with a gradient scale and copies of the parameters; the results with and without a
-table must be bitwise equal.
+They must be bitwise equal on every instruction set, and in steps without a table
+(fsdpc/optim/_table.py). Two further runs clip gradients, with a gradient scale and copies of the
+parameters: one with a table and one without. The results of both must be bitwise equal.
 """
 
 from __future__ import annotations

@@ -163,9 +163,9 @@ def difference(got: Any, expected: Any, low: bool) -> str:
     return ""
 
 
-# Programs in fp32 differ only by the order of sums, and a few steps amplify these differences. In
-# low precision, a parameter that differs in its last bit may be rounded to another value of the
-# compute type.
+# In fp32, the values of the two sides differ only by the order of sums, and a few steps amplify the
+# differences. In low precision, a parameter that differs in its last bit may be rounded to another
+# value of the compute type.
 def compare(values: dict[str, Any], others: dict[str, Any], low: bool) -> str:
     rtol = 0.15 if low else 1e-3
     largest = [o.double().abs().max() for o in others.values() if o.numel()]

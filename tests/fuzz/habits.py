@@ -1,5 +1,5 @@
-"""Operations beyond training: what programs do to weights and modules, and to child processes,
-between two steps. fsdpc must refuse some of these operations; the program then goes on.
+"""Operations beyond training: what programs do between two steps with weights, modules and child
+processes. fsdpc must refuse some of these operations; the program then goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sides import Plain, Side
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-FORK_S = 10  # how long a forked child may take, less than other ranks wait for its parent
+FORK_S = 10  # seconds that a child may take; other ranks wait longer for its parent
 REFUSED = "refused"  # a record that has a value of this name counts as equal
 
 
@@ -95,7 +95,7 @@ def changed_before_backward(side: Side, x: Tensor) -> None:
     old weights."""
     label = "changed between forward and backward"
     if not side.case.config.in_place or not everywhere(side) or not sharded(side):
-        return  # else some ranks may not notice the change, or backward may use it
+        return  # some ranks might not notice the change, or use the new weights in backward
     params = [p for p in side.trained().parameters() if p.is_floating_point()]
     loss = loss_of(side.forward(x))
     if not loss.requires_grad:
@@ -286,8 +286,8 @@ def freeze_summoned(side: Side, x: Tensor, choice: float) -> None:
 
 
 def switched(side: Side, x: Tensor, choice: float) -> None:
-    """Freeze some parameters for a pass between a forward and its backward, as programs with
-    adapters do."""
+    """Between a forward and its backward, run another forward while some parameters are frozen, as
+    programs with adapters do."""
     if not side.case.config.use_orig:
         return
     loss, params = loss_of(side.forward(x)), part_of(side, choice)
@@ -299,7 +299,7 @@ def switched(side: Side, x: Tensor, choice: float) -> None:
 
 
 def uncalled(side: Side, x: Tensor) -> None:
-    """Use the weights of modules outside of those modules' forwards, in the outermost forward."""
+    """In the root's forward, use the weights of modules outside of those modules' own forwards."""
     STATE.uncalled = True
     try:
         out = side.forward(x)

@@ -80,7 +80,7 @@ class Gated(nn.Module):
 
 
 class Experts(nn.Module):
-    """Five experts in one parameter, which only 1 or 5 ranks can divide evenly."""
+    """Two parameters, each with five experts, which only 1 or 5 ranks can divide evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,8 +182,8 @@ def ours(model: nn.Module, name: str) -> tuple[Any, optim.Average]:
 
 
 class Torchs:
-    """torch's optimizers for a copy of the model. Their parameters are matrices in the copy's
-    memory."""
+    """torch's optimizers for a copy of the model. They step views of the copy's parameters; a fused
+    parameter has a view for each of its matrices."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         kind, options = OPTIMIZERS[name]

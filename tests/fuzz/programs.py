@@ -237,7 +237,7 @@ def rebuild_graph_late(side: Side, number: int, choice: float, again: float) -> 
 
 
 def unfreeze(side: Side, number: int, choice: float, again: float) -> None:
-    """Parameters that were frozen when the model was wrapped train from here on."""
+    """From here on, train the parameters that were frozen when the model was wrapped."""
     if side.case.config.use_orig:
         side.unfreeze(choice)
 

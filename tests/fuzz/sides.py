@@ -530,7 +530,7 @@ def copied(model: Any) -> Any:
 
 
 def chosen(named: dict[str, nn.Parameter], choice: float) -> list[nn.Parameter]:
-    """Of the parameters that were trained at the start, return some, or all of one module."""
+    """Return parameters that were trained at the start: some of all, or all of one module."""
     names = [n for n, p in named.items() if p.is_floating_point() and not hasattr(p, "was_frozen")]
     rng = random.Random(choice)
     if rng.random() < 0.5:

@@ -55,7 +55,7 @@ PRELUDE = """
 
 
 def passes(text: str) -> None:
-    """Run a program in a forked process, which no signal, exception or hang may end."""
+    """Run a program in a forked process, and check that it does not crash, raise or hang."""
     program = compile(textwrap.dedent(PRELUDE) + textwrap.dedent(text), "program", "exec")
     with tempfile.TemporaryFile() as output:
         pid = os.fork()

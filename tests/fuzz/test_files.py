@@ -44,8 +44,8 @@ def highest_step(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
     return found
 
 
-# For each fault: the module and the name that are replaced, the replacement, what a life that finds
-# the fault reports, and the number of the first such life.
+# For each fault: the module and the name that are replaced, the replacement, a text that is in the
+# report of a life that finds the fault, and the number of the first such life.
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], str, int]] = {
     "the highest step wins": (steps, "read_steps", highest_step, "went on from step", 33),
     "verify finds nothing": (

@@ -18,7 +18,8 @@ SECONDS = 10.0
 EVERYTHING = Cut()
 REFUSED = 0.05  # the share of cases that fsdpc may refuse
 NO_COMMUNICATION = ("c10d", "hybrid")
-# A feature that a test switches off, because its faults are planted in the side that FSDP1 shards.
+# The test of planted faults switches this feature off, so that FSDP1 shards every model: faults are
+# planted only in the class for FSDP1 (`sides.Sharded`).
 FSDP1 = "fully_shard"
 
 

@@ -20,7 +20,7 @@ from fsdpc._fsdp2.quantized import REDUCE_CODECS
 
 FLOATS = ["float32", "bfloat16", "float16", "float64"]
 SIZES = [1, 7, 33, 1000, 4099, (1 << 18) + 5]
-OFFSETS = [(0, 0), (1, 1), (3, 3), (0, 1), (5, 2), (7, 8)]  # of the two tensors, see placed()
+OFFSETS = [(0, 0), (1, 1), (3, 3), (0, 1), (5, 2), (7, 8)]  # `before` of placed(), for two tensors
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 GPU = "cuda:0"
 LARGE = 2**31 + 4096 + 3  # a number of elements that does not fit in an int

@@ -27,7 +27,7 @@ from fsdpc import QuantizedPolicy, _probe, optim
 DEADLINE_S = 100.0
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 SIMULATED = bool(os.environ.get("FSDPC_LIBCUDA"))
-PEER_TIMEOUT_S = 8.0 if SIMULATED else 15.0  # both ranks start CUDA in this time
+PEER_TIMEOUT_S = 8.0 if SIMULATED else 15.0  # enough for both ranks to start CUDA
 
 
 def reason_to_skip(way: str) -> str | None:

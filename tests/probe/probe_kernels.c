@@ -149,7 +149,7 @@ kernel_accumulate(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t
 struct reduction {
     fsdpc_py_buffer acc;
     fsdpc_py_buffer *sources; /* an array of `count` buffers, freed with this struct */
-    const void **list;        /* their addresses, freed with this struct; NULL for None */
+    const void **list;        /* the sources' addresses (NULL for None), freed with this struct */
     int count;
     fsdpc_dtype src_dtype;
     fsdpc_py_kernels kernels;
@@ -160,7 +160,7 @@ struct reduction {
 static int
 open_sources(PyObject *sequence, const char *dtype, struct reduction *out)
 {
-    PyObject *items = PySequence_Tuple(sequence); /* a copy: opening an item may change a list */
+    PyObject *items = PySequence_Tuple(sequence); /* a copy: opening an item may change the list */
     if (items == NULL) {
         return -1;
     }

@@ -117,7 +117,7 @@ typedef struct pack_call {
     pack_way *way;
     fsdpc_py_buffer dst;
     fsdpc_py_view *views;       /* an array with one view for each target, freed with this struct */
-    fsdpc_pack_source *sources; /* the same for sources, which point into `views` */
+    fsdpc_pack_source *sources; /* an array of sources, freed with this struct; they use `views` */
     double scale;
 } pack_call;
 

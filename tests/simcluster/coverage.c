@@ -1,6 +1,6 @@
-/* Records which basic blocks of the core were reached. Only `make simcluster-coverage` links this file; its
- * copies of the core call this code at the begin of each block. The code writes 1 to the file $SIM_COVERAGE
- * at the block's offset in the library. (The variables of a copy do not outlive a run, but the file does.)
+/* Records which basic blocks of the core were reached. Only `make simcluster-coverage` links this file. The
+ * core then calls this code at the begin of each block. It writes 1 to the file $SIM_COVERAGE at the
+ * block's offset in the library. (The variables of a copy of the core do not outlive a run; the file does.)
  */
 #include <fcntl.h>
 #include <stdint.h>

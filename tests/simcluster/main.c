@@ -299,7 +299,7 @@ draw_case(uint64_t seed)
     }
     c.parts = sim_random(&state) % 4 == 0;
     const bool strays = c.fault == SIM_STRAYS;
-    const unsigned often = strays || c.fault == SIM_CHANGES ? 2 : 1; /* of 4 cases: how many idle */
+    const unsigned often = strays || c.fault == SIM_CHANGES ? 2 : 1; /* so many of 4 cases idle */
     c.idle = c.evaluates && !c.in_step && sim_random(&state) % 4 < often;
     c.meets = c.meets && !(c.idle && strays && sim_random(&state) % 2);
     c.swaps = c.evaluates && sim_random(&state) % 4 < often;
@@ -417,7 +417,7 @@ names(const char *text, int rank)
     return false;
 }
 
-/* True if the text rightly blames "the other ranks": a host stopped, or a rank as it began a barrier. */
+/* True if the text rightly blames "the other ranks": a whole host stopped, or a rank stopped in a barrier. */
 static bool
 may_be_any(const sim_run *run, const char *text)
 {
@@ -431,7 +431,7 @@ says_that_one_died(const char *text)
     return strstr(text, ") died while") || strstr(text, ") died during");
 }
 
-/* True if the text says that a rank has left, although that rank ended with an error, which is the cause. */
+/* True if the text says only that a rank has left, although that rank ended with an error (the cause). */
 static bool
 says_that_one_left(const sim_case *c, const sim_run *run, const char *text)
 {
@@ -455,10 +455,10 @@ misses_what_was_done(const sim_case *c, const sim_run *run, int rank)
            run->out[rank].done < run->out[c->victim].done;
 }
 
-/* The longest sum of all waits for a slot that end with private memory. See exchange_shared_wait.c. */
+/* The longest sum of a rank's waits for slots that end with private memory. See exchange_shared_wait.c. */
 static const double PATIENCE_S = 2.7;
 
-/* True if naps took so long that a rank may have missed its deadline after a pause of half the deadline. */
+/* True if naps (random sleeps) plus a pause of half the deadline may have made a rank miss its deadline. */
 static bool
 may_be_late(const sim_case *c, const sim_run *run)
 {
@@ -482,7 +482,7 @@ static void
 judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *out)
 {
     const bool joined = out->joined && run->out[c->victim].joined;
-    /* Once the ranks have met, they notice a death at once. They notice a stop only when the deadline of a
+    /* After the ranks have met, they notice a death at once. They notice a stop only when the deadline of a
      * wait passes, and that wait may begin after earlier waits for private memory. */
     const bool apart = c->fault == SIM_STRAYS || (c->fault == SIM_CHANGES && c->wire);
     const bool waits = c->fault == SIM_STOPS || (apart && (!c->wire || c->meets));
@@ -491,8 +491,8 @@ judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *
     /* A departure disturbs only ranks that need the rank that left, so only time in which all ranks sleep is
      * counted. A rank that is about to sleep notices a departure only after a slice of its sleep. */
     const bool leaves = c->fault == SIM_LEAVES;
-    /* If a rank fails before its host, or one of its groups, has met, the others notice only at the deadline,
-     * as after a stop. An error text may name this rank by its number in the group. */
+    /* If a rank fails before all ranks of its host (or of one of its groups) have met, the others notice only
+     * at the deadline, as after a stop. An error text may name this rank by its number in the group. */
     const bool alone = (c->hosts || c->replicas) && !run->out[c->victim].joined;
     const bool told = (c->fault == SIM_NO_MEMORY || c->fault == SIM_REFUSED) && !alone;
     /* An error passes from one group to another when a rank ends. A rank that waits for a rank of its host
@@ -686,7 +686,7 @@ same_kind(const char *a, const char *b)
     return same == strcspn(b, "0123456789") && strncmp(a, b, same) == 0;
 }
 
-/* Finds a seed that shows this kind of violation with the limits in `options`. (Limits change each run.) */
+/* Finds a seed that shows this kind of violation under the limits in `options`. (Limits change each case.) */
 static bool
 find_within(const char *kind, uint64_t *seed)
 {

@@ -1,8 +1,8 @@
 /* Turns each atomic access into a point at which another rank may run. The compiler includes this header
  * before each file of the core through which ranks share memory, when it compiles for the simulated cluster.
  *
- * A point is before each access and also after each write, so that other ranks can run on both sides of a
- * publication. Accesses are sequentially consistent here, whatever order the source names, with one
+ * A point is before each access and also after each write, so that other ranks can run on both sides of
+ * a write. Accesses are sequentially consistent here, whatever order the source names, with one
  * exception: in some cases, other ranks see a store of a weaker order late. Late stores appear in order, and
  * before the rank's next sequentially consistent write or system call, as on x86-64.
  */

@@ -16,7 +16,7 @@
 #include "unit/grad.h"
 #include "unit/unit_impl.h"
 
-/* Numbers of rounds in a step. Backwards: 0 on. Late gradients: 8. Batches of evaluation k: 16 + 8k on. */
+/* Rounds of a step have numbers: backwards from 0, late gradients 8, batches of evaluation k from 16 + 8k. */
 enum { LATE_ROUND = 8, EVALUATION = 16, BATCHES = 8 };
 enum { PARAMS = 2, PIECE = 64, NUMEL_MOST = PIECE * SIM_RANKS, ROOT = 0 };
 
@@ -32,7 +32,7 @@ typedef struct model {
     int net;            /* 1 in the second of two models, else 0 */
     struct model *twin; /* the second model, if this is the first of two; else NULL */
     int rank, version, step, event;
-    group shard, replicas; /* without replicas: all ranks, and this rank alone */
+    group shard, replicas; /* without replicas, `shard` has all ranks, `replicas` only this one */
     bool frozen[SIM_UNITS];
     int held[SIM_UNITS];          /* the version of each unit's weights */
     bool swapped;                 /* the next change of weights puts the old ones back */
@@ -67,7 +67,7 @@ __wrap_fsdpc_shm_notify(fsdpc_shm *shm)
     __real_fsdpc_shm_notify(shm);
 }
 
-/* A rank may take its fallback without being woken, so false: no other rank had to end the wait. */
+/* A rank may take its fallback without a wake-up by another rank, so sim_wait_ended() gets false. */
 bool __real_fsdpc_shared_must_act(fsdpc_exchange *, struct fsdpc_shared_wait *, enum fsdpc_shm_way);
 bool __wrap_fsdpc_shared_must_act(fsdpc_exchange *, struct fsdpc_shared_wait *, enum fsdpc_shm_way);
 bool
@@ -127,7 +127,7 @@ grad_of(int rank, int unit, int param, int64_t i, int step, int round)
     return (float)((double)(mixed % 10007) / 1000.0 - 5.0);
 }
 
-/* True for an evaluation's batch in which no rank runs a unit, or in which this rank runs none. */
+/* True for a batch of an evaluation in which this rank runs no unit. Sometimes no rank runs one. */
 static bool
 is_idle(const sim_case *c, int rank, int step, int round)
 {
@@ -136,7 +136,7 @@ is_idle(const sim_case *c, int rank, int step, int round)
             sim_drawn(c, 201 + rank, 0, step, round) % 8 == 0);
 }
 
-/* True where the rank with SIM_STRAYS leaves out the unit, once in a run. On a wire, that is a mistake. */
+/* True at the one place of a run where SIM_STRAYS makes the rank leave out a unit, which a wire forbids. */
 static bool
 leaves_out(const sim_case *c, int rank, int unit, int step, int round)
 {
@@ -147,7 +147,7 @@ leaves_out(const sim_case *c, int rank, int unit, int step, int round)
            step == (int)(draw / 16 % (uint64_t)c->steps);
 }
 
-/* True if the rank runs the unit in this round. gets() is true only if a parameter gets a gradient, too. */
+/* True if the rank runs the unit in this round. gets() says whether a parameter also gets a gradient then. */
 static bool
 runs(const sim_case *c, int rank, int unit, int step, int round)
 {
@@ -184,7 +184,7 @@ sent(const model *m, int rank, int unit, int param, int64_t i)
     return sum;
 }
 
-/* True if all ranks run the same units in the same order, and none naps, computes for a while or fails. */
+/* True if all ranks run the same units in the same order, and none is delayed (naps, computes) or fails. */
 static bool
 in_step(const sim_case *c)
 {
@@ -224,7 +224,7 @@ draw_groups(model *m)
     }
 }
 
-/* Returns the sum of `of` over a shard group: over the ranks of each host, in order, then over the hosts. */
+/* Sums of() over a shard group: first over the ranks of each host, in rank order, then over the hosts. */
 static float
 sum_of_ranks(const model *m, int replica, float (*of)(const model *, int, const void *),
              const void *what)
@@ -305,7 +305,7 @@ any_sends(const model *m, int unit)
 
 /* --- invariants ------------------------------------------------------------------------------ */
 
-/* Checks invariant 1 (decision 41): a module reads exactly the values of the published pass. */
+/* Checks invariant 1 (decision 41): a module reads exactly the values of the unit's version, held[u]. */
 static void
 check_values(const model *m, int u)
 {
@@ -433,7 +433,7 @@ set_version(model *m, int version)
         unit->grads.add = false;
         memset(unit->grads.used, 0, PARAMS);
     }
-    /* Report every second change; samples of the weights show the others, except if a shard is empty. */
+    /* Report every second change, and each change if a shard is empty. Samples of weights show the others. */
     if (m->tree && (version % 2 == 0 || !holds_all(m))) {
         fsdpc_tree_touch(m->tree);
     }
@@ -1064,7 +1064,7 @@ evaluations(const sim_case *c, int step)
 static int
 event_count(const sim_case *c)
 {
-    int count = 1; /* faults strike before the end, each evaluation, each step and its meetings */
+    int count = 1; /* faults may strike before an evaluation, a step, its meetings, and the end */
     for (int step = 0; step < c->steps; step++) {
         count += evaluations(c, step) + 2;
     }

@@ -5,10 +5,10 @@
  * and when all fibers sleep, time jumps to the moment at which the first of them wakes.
  *
  * The random policy switches to any fiber that can run, after a number of points whose mean the seed draws.
- * The policy with priorities changes a few priorities at random points (after Burckhardt and others, "A
- * randomized scheduler with probabilistic guarantees of finding bugs", 2010). This policy often finds
- * faults that need few switches at certain points. Both policies hold ranks up at some places of the source,
- * for many points of other ranks or until no other rank can run. So more happens between two lines of a rank.
+ * The policy with priorities runs the fiber of highest priority. This priority falls at some random points
+ * (Burckhardt and others, "A randomized scheduler with probabilistic guarantees of finding bugs", 2010).
+ * This policy often finds faults that need few switches at certain points. Both policies can hold ranks up
+ * at some places of the source, for many points of other ranks or until no other rank can run.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,15 +27,15 @@ enum {
     NUMBERS = 1 << 20,
     COMPUTE_NS = 60000000,
     BUSY_POINTS = 4000000,
-    BUSY_IN = 1024,    /* after so many points, a check finds a rank that never sleeps */
-    CALL_NS = 5000000, /* another rank must write the word of an ended wait within this time */
-    NAP_IN = 48,       /* in cases with naps: one in this many switches is a nap */
+    BUSY_IN = 1024,    /* so many points of a fiber lie between two checks that it is not stuck */
+    CALL_NS = 5000000, /* limit in sim_wait_ended() for another rank's write to the wait's word */
+    NAP_IN = 48,       /* with naps: one of so many switches is a nap, a sleep of random length */
     KNOWN = 4096,      /* how many hashes of places are cached */
-    HELD_IN = 2,       /* where ranks may be held up, one visit in so many holds the rank up */
-    NAPS_THERE = 4,    /* in cases with naps, one visit in so many to such a place is a nap */
-    MOST_NAPS = 32,    /* the most naps at such places in a run */
-    LATE = 16,         /* the most stores of a fiber that other ranks do not see yet */
-    SEEN_IN = 32,      /* at one in this many points, the oldest late store becomes visible */
+    HELD_IN = 2,       /* at places that hold ranks up, one of so many visits does so */
+    NAPS_THERE = 4,    /* with naps: one of so many visits to such a place is a nap */
+    MOST_NAPS = 32,    /* how many naps at such places a run may have */
+    LATE = 16,         /* the largest number of a fiber's stores that other ranks do not see yet */
+    SEEN_IN = 32,      /* at one of so many points, other ranks see the oldest of these stores */
 };
 
 enum state { FREE, READY, ASLEEP };
@@ -51,15 +51,15 @@ typedef struct fiber {
     enum state state;
     int rank;
     int64_t wake_ns;
-    uint64_t held_until; /* until the run has so many points, the fiber runs only if no other can */
+    uint64_t held_until; /* while run->points is below it, the fiber runs only if no other can */
     uint64_t priority;
     void *sp;
-    uint64_t busy; /* points since the fiber last slept */
+    uint64_t busy; /* calls of sim_point() since the fiber last slept */
     const char *place;
     int late_count;
     int word_count;
     const void *words[WORDS];
-    const uint32_t *unchanged; /* the last sleep's word if it timed out; `then`: the word's value */
+    const uint32_t *unchanged; /* word of the last sleep if that timed out; `then`: its old value */
     uint32_t then;
     bool polls, woken, main;
     int number; /* how many fibers have used this entry of `fibers`, including this one */
@@ -79,7 +79,7 @@ static struct {
     uint64_t random, until, changes_at[CHANGES];
     int change;
     uint64_t lowest; /* a priority below all others */
-    uint64_t points; /* points of the victim so far; with case.place, its visits to that place */
+    uint64_t points; /* calls of sim_point() by the victim; with case.place, only at such places */
     int64_t stopped_until[SIM_RANKS], used_ns[SIM_RANKS];
     bool over[SIM_RANKS];
     int alive, naps; /* naps: how many naps there were at places where ranks may be held up */
@@ -90,7 +90,7 @@ static struct {
 } s;
 
 bool sim_tracing;
-int sim_late_stores; /* how many late stores there are now, of all fibers */
+int sim_late_stores; /* how many stores of all fibers other ranks do not see yet */
 
 /* --- switching ------------------------------------------------------------------------------- */
 
@@ -351,7 +351,7 @@ strike(void)
     }
 }
 
-/* Hashes the text, not the address: each core has its own strings. A cache finds the hash by the address. */
+/* Hashes the text of a place, as each copy of the core has its own strings. Caches hashes by the address. */
 static uint64_t
 hash_of(const char *place)
 {
@@ -423,7 +423,7 @@ sim_wait_ended(bool called)
     s.now->unchanged = NULL;
 }
 
-/* Returns more points than a rank makes between two sleeps, even if it spins while another rank naps. */
+/* Returns a number of points that no rank reaches between two sleeps, even if it spins while another naps. */
 static uint64_t
 most_busy(const sim_case *c)
 {
@@ -477,7 +477,7 @@ sim_wrote(const char *place, const void *at)
 void
 sim_yield(void)
 {
-    /* Time passes faster while ranks spin for a stopped rank: a thousand yields take a whole deadline. */
+    /* While the victim is stopped, each yield takes a thousandth of the deadline, so that spins end soon. */
     const bool stopped = s.stopped_until[s.run->c->victim] > s.now_ns;
     s.now_ns += stopped ? (int64_t)(s.run->c->timeout_s * 1e6) : 0;
     sim_point("sched_yield");
@@ -522,8 +522,8 @@ all_joined(const sim_run *run)
     return joined;
 }
 
-/* A futex sleep that times out, although no rank is late, shows a lost wake-up. With replicas, sleeps are
- * judged once all ranks have joined: a rank may sleep in one group while others still connect in another. */
+/* If no rank is late, a futex sleep that times out shows a lost wake-up. With replicas, sleeps are judged
+ * after all ranks have joined, as a rank may sleep in one group while others still connect in another. */
 bool
 sim_sleep_on(void *const *words, int count, int64_t until_ns)
 {
@@ -536,7 +536,7 @@ sim_sleep_on(void *const *words, int count, int64_t until_ns)
     const bool on_word = until_ns != SIM_NEVER;
     self->then = on_word ? __atomic_load_n((uint32_t *)words[0], __ATOMIC_SEQ_CST) : 0;
     const bool woken = sleep_until(until_ns);
-    /* While many ranks are busy, a slice of a sleep may time out although no wake-up was lost. */
+    /* If ranks were busy for half of the sleep, it may have timed out although no wake-up was lost. */
     const bool idle = (int64_t)s.run->points * POINT_NS - from_busy_ns < (s.now_ns - from_ns) / 2;
     const bool judged = met && !woken && idle && c->fault == SIM_NO_FAULT && !c->naps;
     self->unchanged = judged && on_word ? words[0] : NULL;
@@ -648,7 +648,7 @@ can_run(fiber *each)
     return each->state == READY;
 }
 
-/* Returns the next fiber that can run, among held-up fibers (`held`) or the others; NULL if there is none. */
+/* With `held`, chooses among the held-up fibers, else among the others. Returns NULL if none can run. */
 static fiber *
 choose_among(bool held)
 {
@@ -772,7 +772,7 @@ begin_run(sim_run *run)
     }
 }
 
-/* Returns far more points than a run needs to end. (16 ranks that wait for a paused rank make 28 million.) */
+/* Returns a number of points that no run reaches. (16 ranks that wait for a paused rank reach 28 million.) */
 static uint64_t
 most_points(const sim_case *c)
 {

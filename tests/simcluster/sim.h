@@ -35,7 +35,7 @@ enum sim_fault {
     SIM_NO_MEMORY,
     SIM_CHANGES, /* changes weights after fewer batches than the others; no wrong value may be read */
     SIM_STRAYS,  /* calls a collective that no other rank calls, or skips a unit or an unfreezing */
-    SIM_REFUSED, /* the system refuses memory, a thread or a descriptor, once */
+    SIM_REFUSED, /* one system call for memory, a thread or a descriptor fails */
     SIM_FAULTS
 };
 
@@ -64,16 +64,16 @@ typedef struct sim_case {
     bool thaws;    /* units are frozen until some step */
     bool twins;    /* two models train in turns; the second may also run inside of the first */
     bool computes; /* ranks compute for some time, in modules and after passes */
-    bool in_step;  /* all ranks run the same units in the same order; none naps or computes */
+    bool in_step;  /* all ranks run the same units in the same order; no `naps`, no `computes` */
     int backward_prefetch, gather_slots, reduce_slots;
     bool forward_prefetch;
     /* The machine. */
     int cores;
     bool without_waitv, without_pidfd;
     double timeout_s;
-    /* The schedule goes by priorities, or is random with `mean` points on average between two switches. */
+    /* With `priorities`, the fiber of highest priority runs. Else fibers switch after about `mean` points. */
     bool priorities;
-    int changes; /* how many times priorities change */
+    int changes; /* with `priorities`: how many times one is lowered */
     int mean;
     bool naps, spurious;
     bool lingers; /* ranks are sometimes delayed just before they sleep */
@@ -87,7 +87,7 @@ typedef struct sim_case {
     int victim;
     bool vanishes; /* all ranks of the victim's host stop with it */
     uint64_t at;
-    int place; /* not 0: the fault strikes at a place of this hash, and `at` counts visits to it */
+    int place; /* not 0: the fault strikes at places of this hash; `at` says at which visit */
 } sim_case;
 
 typedef struct sim_outcome {
@@ -142,7 +142,7 @@ int sim_rank(void);
 int64_t sim_now_ns(void);
 int64_t sim_used_ns(int rank);
 uint64_t sim_draw(void);
-/* Puts the fiber that runs to sleep until it is woken (true) or until `until_ns` (false). */
+/* Puts the running fiber to sleep. Returns true if it was woken, or false if `until_ns` came first. */
 bool sim_sleep(int64_t until_ns, const char *place);
 /* Like sim_sleep(), but sim_wake() of any of these words wakes the fiber. */
 bool sim_sleep_on(void *const *words, int count, int64_t until_ns);
@@ -157,8 +157,8 @@ bool sim_is_over(int rank); /* dead or finished */
 void sim_kill(int rank);
 /* Lets some time pass in the program, if the case has `computes`. */
 void sim_compute(void);
-/* Notes that a wait has ended. `called`: another rank must have ended the wait. If the last sleep
- * still timed out, and no other rank writes the word soon after, a wake-up was lost: a violation. */
+/* Notes that a wait has ended. `called`: another rank must have ended it. Then, if the wait's last sleep
+ * timed out and no other rank writes the sleep's word soon, a wake-up was lost, which is a violation. */
 void sim_wait_ended(bool called);
 /* Makes the late stores of the running fiber visible to the others, in the order of the stores. */
 void sim_flush(void);
@@ -170,7 +170,7 @@ typedef struct sim_run {
     /* Results. */
     uint64_t points, switches;
     int64_t end_ns, fault_ns, napped_ns;
-    int64_t idle_ns;       /* for how long all ranks slept at once since the fault struck */
+    int64_t idle_ns;       /* the total time since the fault in which all ranks slept */
     bool struck;           /* the fault has happened */
     const char *struck_at; /* the place of the fault */
     int threads_left[SIM_RANKS];
@@ -186,7 +186,7 @@ const char *sim_world_leftovers(int rank, bool expected);
 void sim_world_end(void);
 void sim_descriptors_begin(void);
 int sim_descriptors_of(int rank);
-/* True, with `errnum` in errno, for the one call that the case refuses. `needed`: the rank needs it. */
+/* Returns true and sets errno if the case refuses this call. `needed`: the rank cannot do without it. */
 bool sim_refuse(int errnum, bool needed);
 /* The errno of the refused call; 0: none was refused. */
 int sim_refused(void);
@@ -198,7 +198,7 @@ const sim_case *sim_case_now(void);
 
 struct sim_file {
     int real_fd;
-    char *base; /* the file's address on all ranks that leave the address to the kernel */
+    char *base; /* the file's address in each rank that maps the file without MAP_FIXED */
     uint64_t bytes;
     bool used;
 };
@@ -222,11 +222,11 @@ extern int64_t sim_wire_due_ns;
 sim_transfer *sim_wire_post(int peer, bool send, uint32_t tag, void *memory, size_t bytes);
 /* Returns the state of a transfer. *until_ns: the time at which the caller must look again at the latest. */
 enum sim_way sim_wire_look(sim_transfer *transfer, int64_t *until_ns);
-/* Transfers: forget one that is over; skip one that nobody awaits; drop one that may still match. */
+/* End the use of a transfer: forget one that is over, skip one nobody awaits, drop one that may match. */
 void sim_wire_forget(sim_transfer *transfer);
 void sim_wire_skip(sim_transfer *transfer);
 void sim_wire_drop(sim_transfer *transfer);
-bool sim_wire_has_dropped(int rank); /* the rank's memory is not freed then */
+bool sim_wire_has_dropped(int rank); /* true: memory that the rank has not freed is no error */
 void sim_wire_cut(void);             /* this rank's posted receives write no memory any more */
 /* The reason why a rank gave up, for ranks that find its connections closed; NULL if the rank gave none. */
 void sim_wire_give_reason(int rank, const char *text);

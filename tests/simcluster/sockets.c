@@ -1,6 +1,6 @@
-/* Descriptors, sockets in the abstract name space with descriptors in their messages, and poll.
+/* Simulates descriptors, poll, and sockets in the abstract name space whose messages carry descriptors.
  *
- * As in the kernel, descriptors of one or more ranks may refer to an object. Messages arrive at
+ * As in the kernel, several descriptors (even of several ranks) may refer to one object. Messages arrive at
  * once, whole, in order. A socket whose other end is closed gives the remaining messages, then EOF.
  */
 #include <errno.h>

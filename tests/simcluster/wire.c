@@ -1,9 +1,9 @@
 /* Messages between ranks that share no memory, with the rules of a library of sends and receives. See sim.h.
  *
- * A send matches a receive by tag and, among equal tags of two ranks, in the order of posting; messages of
- * different tags overtake each other. A message takes the sender's bytes when it leaves, at a time that the
- * seed draws: a sender that changes its bytes earlier sends the changed bytes. A message is written when it
- * arrives, even if no rank waits for it. When a rank dies, its messages that have not left are lost.
+ * A send matches a receive of the same tag. Between two ranks, those of one tag match in posting order, and
+ * messages of different tags may overtake each other. A message takes the sender's bytes when it leaves, at a
+ * time that the seed draws: bytes that the sender changes earlier are sent as changed. A message is written
+ * when it arrives, even if no rank waits for it. When a rank dies, its messages that have not left are lost.
  */
 #include <stdio.h>
 #include <stdlib.h>

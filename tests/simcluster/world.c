@@ -2,7 +2,7 @@
  *
  * The linker turns each call to NAME in the core into a call to __wrap_NAME (world.list). Descriptors and
  * process ids are numbers of the simulation. Shared files are real files, emptied after each run. If a rank
- * leaves the address of a file to the kernel, all ranks get the same address. It identifies a futex.
+ * leaves the address of a file to the kernel, all ranks get the same address. The address identifies a futex.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -51,7 +51,7 @@ _Static_assert(sizeof(block) <= HEADER && HEADER % 16 == 0, "blocks stay aligned
 typedef struct mapping {
     char *address;
     size_t bytes;
-    bool seen; /* lies in a file's `base`, which all ranks share: munmap leaves the memory mapped */
+    bool seen; /* part of a file's `base`, which all ranks share: munmap leaves it mapped */
 } mapping;
 
 static struct {
@@ -59,7 +59,7 @@ static struct {
     mapping mappings[SIM_RANKS + 1][MAPPINGS];
     int mapped[SIM_RANKS + 1];
     struct sim_file files[FILES];
-    uint64_t asked; /* how many calls that may be refused the victim has made */
+    uint64_t asked; /* the number of the victim's calls so far that could be refused */
     int refused;
     bool need, closing[SIM_RANKS];
 } w;
@@ -250,7 +250,7 @@ __wrap_mmap(void *address, size_t bytes, int access, int flags, int fd, off_t of
 {
     struct sim_file *file = fd >= 0 ? sim_file_of(fd) : NULL;
     sim_point("mmap");
-    if (sim_refuse(ENOMEM, access != PROT_NONE)) { /* PROT_NONE memory only aligns: not needed */
+    if (sim_refuse(ENOMEM, access != PROT_NONE)) { /* PROT_NONE: only for alignment, not needed */
         return MAP_FAILED;
     }
     if (file && (size_t)offset + bytes > SEEN_BYTES) {
@@ -267,7 +267,7 @@ __wrap_mmap(void *address, size_t bytes, int access, int flags, int fd, off_t of
     return mapped;
 }
 
-/* Takes [address, address + bytes) off one end of a mapping. */
+/* Unmaps [address, address + bytes), which must be a whole mapping or one end of a mapping. */
 int
 __wrap_munmap(void *address, size_t bytes)
 {

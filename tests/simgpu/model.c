@@ -357,7 +357,7 @@ model_run(const model_fault *fault, float *weights, float *loss, char *error, si
         m->step = step;
         m->backward = false;
         if (step == 1 && !m->failed) {
-            remap(m, 5); /* unit 5 is used beside unit 7 from now on */
+            remap(m, 5); /* from now on, as if units 5 and 7 (of one slot) were used together */
         }
         if (step > 0) {
             loss[step - 1] = read_loss(m, step - 1);

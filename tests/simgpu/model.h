@@ -1,4 +1,4 @@
-/* A small model of the schedule, with units over two gather slots and two reduce slots, and three streams.
+/* A small model of the schedule. Its units share two gather slots and two reduce slots. It has three streams.
  *
  * The model does on the driver what a training step does (design: docs and csrc/exchange*). It gathers each
  * unit into its slot before it uses the unit, gathers again for backward, packs and reduces gradients, and
@@ -22,7 +22,7 @@ enum model_site {
     SITE_USE_WAITS_FOR_GATHER,    /* the compute stream waits for the gather */
     SITE_PACK_WAITS_FOR_REDUCE,   /* the compute stream waits for the reduce slot's last reader */
     SITE_REDUCE_WAITS_FOR_PACK,   /* the reduce stream waits for the packed gradients */
-    SITE_STEP_WAITS_FOR_REDUCE,   /* the compute stream waits for the last sum */
+    SITE_STEP_WAITS_FOR_REDUCE,   /* the compute stream waits for the last sum of each slot */
     SITE_HOST_WAITS_FOR_LOSS,     /* the processor waits before it reads the loss */
     SITE_HOST_WAITS_BEFORE_REMAP, /* the processor waits before a range gets other memory */
     SITE_HOST_WAITS_BEFORE_END,   /* the processor waits before it frees memory */

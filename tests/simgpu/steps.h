@@ -70,8 +70,8 @@ open_unit(const model *m, int u)
     return unit;
 }
 
-/* Sets whether units that are opened from now on have segments that are quantized in gathers and
- * reductions. */
+/* If `on` is true, units that are opened later have segments that are quantized in gathers and reductions.
+ * If `on` is false, they have none. */
 __attribute__((unused)) static void
 set_codecs(bool on)
 {
@@ -111,7 +111,7 @@ open_tree(model *m)
                                         .forward_prefetch = !m->no_prefetch,
                                         .trust_order = m->trust_order,
                                         .poison = m->poison};
-    simgpu_get_options()->foreign = true; /* gradients are in malloc's memory here */
+    simgpu_get_options()->foreign = true; /* gradients are allocated with malloc here */
     for (int u = 0; u < UNITS; u++) {
         m->units[u] = open_unit(m, u);
     }
@@ -168,7 +168,7 @@ note_wrong(model *m, int64_t wrong, const char *what, int u, int step)
     }
 }
 
-/* Does the optimizer's step, as a torch operator on the compute stream. */
+/* Stands for the optimizer's step: writes the masters, which counts as work on the compute stream. */
 __attribute__((unused)) static void
 set_masters(model *m, int step)
 {
@@ -215,8 +215,8 @@ spread_grads(const fsdpc_unit *unit, engine_grads *grads)
     grads->memory = wide;
 }
 
-/* Makes new gradients in place of the unit's old ones. torch, too, frees gradients when the pack is queued,
- * and writes other tensors there. */
+/* Frees the unit's old gradients and makes new ones, often in the same memory. torch, too, frees gradients as
+ * soon as the pack is queued, and writes other tensors to their memory. */
 __attribute__((unused)) static void
 make_grads(model *m, int u, int step)
 {
@@ -320,7 +320,8 @@ __attribute__((unused)) static void
 read_grads(model *m, int step)
 {
     static const int rounds[RANKS_MAX] = {1, 1, 1, 1, 1, 1, 1, 1};
-    /* The values that engine_fill_grads makes are not compared: only the vector clocks check them. */
+    /* If all_used is set, engine_fill_grads makes the gradients. The test does not compare their values: only
+     * the vector clocks check them. */
     for (int u = 0; u < UNITS; u++) {
         fsdpc_unit *unit = m->units[u];
         simgpu_host_read(unit->grad, unit->layout->grad_bytes, "optimizer");
@@ -402,8 +403,8 @@ with_models_as(const char *what, int world, int option, model_opener open, model
 
 #define with_models(world, option, open, with) with_models_as(#with, world, option, open, with)
 
-/* Leaves out the waits of the second step one at a time. The policy is LAZY: work runs only when a call
- * needs its result. */
+/* Leaves out the waits of the second step one at a time. The simulator's policy is LAZY: queued work runs
+ * only when a call needs the result of this work. */
 __attribute__((unused)) static wait_counts
 leave_waits_out(int world, model_opener open, model_case with, const char *what)
 {

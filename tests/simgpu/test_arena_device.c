@@ -1,6 +1,6 @@
-/* Tests of the arena in a GPU's memory, with and without virtual memory management. With it, a range keeps
- * its address for life, also when it is bound to another slot. Memory is taken away only when nothing uses it
- * any more.
+/* Tests of the arena in a GPU's memory, with and without virtual memory management. With virtual
+ * memory management, a range keeps one address as long as it exists, even if it is bound to another slot.
+ * Memory is unmapped only when no work uses it any more.
  */
 #include "arena_cases.h"
 #include "gpu.h"
@@ -28,7 +28,7 @@ slots_and_spare_memory_are_the_devices(void)
     CHECK_INT(simgpu_count().device_bytes, bytes + GRANULE);
     REQUIRE_OK(fsdpc_arena_restore(arena, &two));
     CHECK_INT(simgpu_count().device_bytes, bytes);
-    /* A slot outlives its arena as long as a range maps it, and ends with the last of these ranges. */
+    /* After the arena is freed, a slot's memory stays until the last range that maps the slot is freed. */
     fsdpc_arena_free(arena);
     CHECK_INT(simgpu_count().device_bytes, bytes);
     fsdpc_range_fini(&one);
@@ -36,7 +36,8 @@ slots_and_spare_memory_are_the_devices(void)
     fsdpc_range_fini(&two);
 }
 
-/* True if nothing is reported when a range gets another slot while work on its first slot is held back. */
+/* Binds a range to another slot right after work on its first slot was queued. Returns true if the simulator
+ * reports no race and no fault. */
 static bool
 taken_in_time(int skipped_record)
 {
@@ -139,7 +140,7 @@ host_memory_stays_with_the_host(void)
     REQUIRE_OK(fsdpc_arena_bind(arena, &range, slot));
     *(char *)range.address = 3;
     CHECK_ERROR(fsdpc_arena_bind(arena, &far, slot), FSDPC_E_INTERNAL, "different devices");
-    CHECK(*(char *)fsdpc_arena_slot_address(arena, slot) == 0); /* the range maps it privately */
+    CHECK(*(char *)fsdpc_arena_slot_address(arena, slot) == 0); /* the slot is unchanged */
     void *address = &address;
     CHECK_ERROR(fsdpc_device_reserve(cpu, 4096, &address), FSDPC_E_UNAVAILABLE, "device cpu");
     CHECK_ERROR(fsdpc_device_reserve(gpu, 4096, &address), FSDPC_E_INVAL, "not a multiple");
@@ -163,7 +164,7 @@ main(void)
     const simgpu_counters right = simgpu_count();
     CHECK_INT(right.races + right.faults, 0);
     CHECK(taken_in_time(0));
-    simgpu_policy_eager(); /* else work that has not run yet would go to the new slot unnoticed */
+    simgpu_policy_eager(); /* under the lazy policy, late work would write to the new slot unnoticed */
     CHECK(taken_in_time(0));
     CHECK(!taken_in_time(2));
     simgpu_policy_lazy();

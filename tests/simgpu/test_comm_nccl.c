@@ -244,8 +244,8 @@ sum_for_last_rank(setup *s, uint16_t *at)
     return fsdpc_bf16_to_f32(at[s->rank]);
 }
 
-/* Checks that bad registrations are refused. If buffers are registered as windows, which all ranks ask for
- * together, the communicator keeps the error. */
+/* Checks that bad registrations are refused. The registration of a window is collective: if it fails, the
+ * communicator keeps the error. */
 static void
 bad_registrations(setup *s, void *slot, bool windows, bool registers)
 {
@@ -326,7 +326,8 @@ spread(void *context, void *buffer, size_t piece_bytes, const char *what)
     return FSDPC_OK;
 }
 
-/* Registers many slots, as models do whose units stay gathered: more than a fixed table could list. */
+/* Registers more slots than a small table of fixed size could list. A model whose units stay gathered has
+ * many slots. */
 static void
 many_registrations(int rank, ranks_run *run)
 {
@@ -371,8 +372,8 @@ a_trial_spoils_nccl(int rank, ranks_run *run)
     CHECK_INT(simnccl_count().misuses, 0);
 }
 
-/* NCCL neither ends nor aborts a communicator while a graph with its collectives lives. With option 2 the
- * graph is gone before the communicator ends. */
+/* NCCL neither ends nor aborts a communicator while a CUDA graph that contains its collectives exists. With
+ * option 2, the graph is freed before the communicator. */
 static void
 a_graph_is_left(int rank, ranks_run *run)
 {
@@ -674,7 +675,7 @@ arguments(void)
     CHECK_ERROR(open_comm(&s, 1, NULL), FSDPC_E_INVAL, "rank 0 is not one of a group of 0");
     s.world = 1;
     REQUIRE_CU(cuCtxSetCurrent(NULL));
-    REQUIRE_OK(fsdpc_device_cpu(&s.device)); /* a CUDA device would set its context */
+    REQUIRE_OK(fsdpc_device_cpu(&s.device)); /* a CUDA device would make its context current */
     CHECK_ERROR(open_comm(&s, 1, NULL), FSDPC_E_STATE, "no CUDA context");
     REQUIRE_OK(fsdpc_comm_self(s.device, &s.comm));
     CHECK_ERROR(fsdpc_comm_all_to_all(s.comm, s.x, s.x, 4, "messages"), FSDPC_E_UNAVAILABLE,

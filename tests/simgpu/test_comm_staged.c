@@ -35,7 +35,7 @@ reduce_scatter(void *context, void *buffer, int64_t piece_numel, fsdpc_dtype dty
     (void)dtype, (void)what;
     for (int64_t i = 0; i < piece_numel; i++) {
         ((float *)buffer)[i] += 100;
-        ((float *)buffer)[piece_numel + i] = -1; /* unspecified: must not be copied back */
+        ((float *)buffer)[piece_numel + i] = -1; /* unspecified, so it must not be copied back */
     }
     return answer(context);
 }

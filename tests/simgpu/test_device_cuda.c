@@ -196,13 +196,13 @@ virtual_memory_does_without_handles(void)
     memory_is_zeroed_and_given_back(other, true);
 }
 
-/* Virtual memory that cannot be mapped at two addresses at once is of no use for slots. */
+/* If the driver cannot map memory at two addresses at once, slots cannot use its virtual memory. */
 static void
 virtual_memory_must_show_a_piece_twice(void)
 {
     fsdpc_device *other;
     const int leaks = simgpu_leaks(NULL, 0);
-    /* k = 2: the second mapping of memory with shareable handles; k = 4: that of memory without handles */
+    /* Call 2 is the second mapping of memory with shareable handles, call 4 that of memory without them. */
     for (int k = 2; k <= 4; k += 2) {
         REQUIRE(simgpu_fail("cuMemMap", k, CUDA_ERROR_NOT_SUPPORTED));
     }
@@ -572,7 +572,7 @@ norms_come_to_the_host(void)
     free_both(&first);
 }
 
-/* The gradients of two units are summed, measured and clipped without a host sync in between. */
+/* Sums the gradients of two units, computes their norm and clips them, without a host sync in between. */
 static void
 clipping_needs_no_look_by_the_host(void)
 {

@@ -148,7 +148,7 @@ work_done(void)
     return now.launches + now.copies + now.memsets + now.collectives;
 }
 
-/* The simulator does not run the captured graph as a GPU would; the test counts the captured work instead. */
+/* The simulator cannot run a captured graph, so the test counts the captured work. */
 static void
 a_step_is_captured(model *m)
 {

@@ -252,7 +252,8 @@ what_is_not_finite_reaches_all(int rank, ranks_run *run)
     close_model(&m);
 }
 
-/* Gradients that belong to no unit enter the norm as extra parts. Without `scale` no gradient changes. */
+/* Gradients that belong to no unit enter the norm as extra parts. If `scale` is
+ * false, clip() changes no gradient. */
 static void
 other_gradients_count(int rank, ranks_run *run)
 {

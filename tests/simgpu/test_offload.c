@@ -262,8 +262,8 @@ trains_alike(pair *p)
         for (int how = PLAIN; how <= NO_SYNC; how++) {
             CHECK_INT(train_both(p, step, how), FSDPC_OK);
         }
-        /* Right after an evaluation, the test loads the next values. It does not wait for the gathers
-         * itself. */
+        /* Right after an evaluation, the test loads the next values. The test itself does not wait for
+         * the evaluation's gathers. */
         CHECK_INT(pass_forward(p, false), FSDPC_OK);
         load_masters(p, step + 1);
     }

@@ -1,7 +1,7 @@
 /* Tests of units that are prefetched and then not used: backward passes them by, or a forward ends or breaks
- * off before them. The gathers of such units read shards, so the optimizer's step, which is the next work on
- * the caller's stream, must wait for these gathers. The step follows in each test, under several policies,
- * and each wait is left out once. */
+ * off before them. The gathers of such units read shards. Therefore the optimizer's step, which is the next
+ * work on the caller's stream, must wait for these gathers. Each test makes this step, under several policies
+ * of the simulator. Other tests leave out the waits one at a time. */
 #include "steps.h"
 #include "exchange/exchange_impl.h"
 

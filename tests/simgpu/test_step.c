@@ -132,7 +132,8 @@ gather(engine *e, int unit)
     CHECK_INT(fsdpc_device_wait(e->device, e->gathered[unit]), FSDPC_OK);
 }
 
-/* The program's own work counts as work on the compute stream, so the program reads the slot itself. */
+/* The host program reads the slot in place of a kernel. simgpu_host_read declares this read as work on the
+ * compute stream. */
 static void
 use(engine *e, int unit, float *act)
 {

@@ -16,7 +16,7 @@ typedef struct precision {
     fsdpc_param_spec specs[MOST];
     int count;
     fsdpc_dtype grad;
-    double most_bytes; /* the most bytes per unsharded parameter */
+    double most_bytes; /* upper bound of the bytes moved per unsharded parameter */
 } precision;
 
 #define SPEC(n, numel, storage, compute, reduce, trains) \
@@ -75,7 +75,7 @@ open_precise(model *m, int rank, const ranks_run *run)
     *m = (model){.rank = rank, .world = run->world, .replicas = 1, .kinds = kinds};
     REQUIRE_OK(fsdpc_device_cuda(0, &m->device));
     m->comm = open_comm(m, rank, run->world, 0, false);
-    simgpu_get_options()->foreign = true; /* gradients are in malloc's memory here */
+    simgpu_get_options()->foreign = true; /* gradients are allocated with malloc here */
     for (int u = 0; u < UNITS; u++) {
         const fsdpc_unit_options unit = {
             .name = names[u], .shard = m->comm, .divide = run->world, .reshard = u != ROOT};

@@ -25,7 +25,7 @@ static const int64_t firsts[] = {0,
                                  ((int64_t)1 << 33) + 7,
                                  ((int64_t)1 << 40) + 4096};
 static fsdpc_device *gpu;
-static double size = 1; /* the factor of random values */
+static double size = 1; /* random values are multiplied by this number */
 static uint64_t state = 11;
 
 static int64_t
@@ -59,7 +59,7 @@ memory(size_t bytes)
     return (void *)(uintptr_t)block;
 }
 
-/* Returns a block whose elements begin 0 to 3 elements behind a 16-byte boundary. */
+/* Returns a block whose elements begin 0 to 3 elements after a 16-byte boundary. */
 static struct block
 block_of(fsdpc_dtype type, int64_t n)
 {
@@ -357,7 +357,7 @@ states_of_8_bits(void)
         shape.tensors = 1 + below(4);
         shape.types[0] = types[round % 3];
         shape.types[1] = types[round / 3 % 3];
-        size = round % 4 == 2 ? 1e-38 : 1; /* some scales are too small for a reciprocal */
+        size = round % 4 == 2 ? 1e-38 : 1; /* the reciprocals of some scales overflow */
         try_shape(&shape);
     }
     size = 1;
@@ -426,7 +426,7 @@ activations(void)
         struct block values = block_of(types[round % 3], n), codes = block_of(FSDPC_BYTES, n);
         struct block scales = block_of(FSDPC_F32, blocks), out = block_of(types[round % 3], n);
         struct block *const all[] = {&values, &codes, &scales, &out};
-        size = round % 12 == 6 ? 1e-38 : 1; /* float32 blocks whose scale has no reciprocal */
+        size = round % 12 == 6 ? 1e-38 : 1; /* reciprocals of scales of float32 blocks overflow */
         fill(&values, round % 2, false);
         size = 1;
         for (int i = 0; i < 4; i++) {

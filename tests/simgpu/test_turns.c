@@ -10,7 +10,8 @@
 static const int alike[UNITS];
 static const int plain[UNITS] = {0, 1, 2, 3, 4}, swapped[UNITS] = {0, 1, 4, 3, 2};
 
-/* With `late`, a unit is reduced after the next unit is gathered, instead of before. */
+/* If `late` is true, backward gathers the next unit before it reduces a unit. Otherwise, backward
+ * reduces first. */
 static int
 step_late(model *m, const int *order, int step, bool late)
 {
@@ -46,7 +47,7 @@ open_alike(model *m, int rank, const ranks_run *run)
 {
     *m = (model){.rank = rank, .world = run->world, .replicas = 1, .kinds = alike};
     m->trust_order = run->option == TRUSTED;
-    m->quiet = m->all_used = m->no_prefetch = true; /* a prefetch would follow the last order */
+    m->quiet = m->all_used = m->no_prefetch = true; /* prefetches repeat the last step's order */
     REQUIRE_OK(fsdpc_device_cuda(0, &m->device));
     m->comm = open_comm(m, rank, run->world, 0, false);
     open_tree(m);

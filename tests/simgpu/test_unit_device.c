@@ -8,8 +8,9 @@
 
 enum { SCHEDULES = 7 };
 
-/* A run's option that is not negative chooses a schedule of the GPU. With these two options, the unit lies in
- * host memory. The ranks communicate over a shared segment, or over a carrier that hides the segment. */
+/* A run's option of 0 or more chooses a schedule of the GPU. With the two negative options, the unit lies in
+ * host memory. With HOST_SHARED, the ranks communicate over a shared segment. With HOST_WIRE, a carrier hides
+ * the segment from the core. */
 enum { HOST_SHARED = -1, HOST_WIRE = -2 };
 
 typedef struct subject {
@@ -108,8 +109,8 @@ free_buffer(const subject *s, buffer *b)
     *b = (buffer){0};
 }
 
-/* The caller fills its tensor on its stream, and may fill the tensor again as soon as the unit's call is
- * queued. */
+/* Fills the caller's tensor by a copy on the caller's stream. The caller may fill the tensor again as soon as
+ * the unit's call has queued its work. */
 static void
 upload(const subject *s, const buffer *b)
 {

@@ -58,7 +58,8 @@ start_rank(int rank, const ranks_run *run)
  * entry there were. */
 enum { FOUND, WRONG, CALLS };
 
-/* Returns the next option to run: with two ranks every option, with one rank or more than two every third. */
+/* Returns the option to run after `option`. With two ranks, every option is run. With any other number of
+ * ranks, every third option is run. */
 __attribute__((unused)) static int
 next_option(int world, int option)
 {
@@ -84,7 +85,7 @@ static struct fault {
     int64_t before;
 } fault;
 
-/* Makes the driver skip the `fault.k`-th call of the entry from now on, on rank 0 only. */
+/* Makes the driver skip a call of the entry on rank 0: call number `fault.k`, counted from now on. */
 __attribute__((unused)) static void
 leave_out(int rank)
 {
@@ -104,9 +105,9 @@ judge(int rank, ranks_run *run, int status, bool wrong)
     }
 }
 
-/* Sanitizers do not detect that a driver call is skipped, so fewer calls are tried under sanitizers. If
- * leave_each_out has an argument `what`, it leaves out only every eighth call. If `what` is NULL, it runs the
- * function only once for each call. */
+/* Sanitizers do not detect that a driver call is skipped, so leave_each_out runs the function less often
+ * under sanitizers. If its argument `what` is not NULL, it leaves out only every eighth call. If `what` is
+ * NULL, it leaves out every call, but in one run only. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 enum { LEFT_OUT_EVERY = 8, LEFT_OUT_RUNS = 1 };
 #else

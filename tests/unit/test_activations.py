@@ -363,7 +363,7 @@ def test_what_stays_exact():
 
 def through(function: Any, x: torch.Tensor, around: Any = None) -> torch.Tensor:
     """Return the gradient of a weighted sum of function(x). ``function`` gets a new tensor with the
-    values of x, which no other operator has saved.
+    values of x. No other operator has saved this new tensor.
     """
     torch.manual_seed(7)
     given = x.clone().requires_grad_()
@@ -448,7 +448,7 @@ def test_small_outputs_of_relu_count():
 
 class Routed(nn.Module):
     """A model in which each token chooses two of four experts. A small change of the input may
-    change the choice. The rest of the forward compares its input with limits.
+    change the choice. The rest of the forward compares x with limits.
     """
 
     def __init__(self) -> None:

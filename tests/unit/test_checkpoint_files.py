@@ -168,8 +168,8 @@ def test_tensors_without_elements(tmp_path: Path, verify: Any):
 
 
 def test_any_named_tensors_of_an_optimizer(tmp_path: Path):
-    """States with low-precision moments, tables per parameter, numbers and texts are saved and
-    loaded.
+    """A checkpoint keeps states that are tensors of low precision, tensors of another shape than
+    the parameter's, numbers and texts.
     """
 
     class Odd(torch.optim.SGD):
@@ -1351,7 +1351,7 @@ def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture):
         else:
             assert step_of(run, step=100) == (100, 100.0)
             run = checkpoint.Checkpointer(tmp_path / how, keep=3)
-            assert step_of(run) == (100, 100.0)  # as if killed before the first save
+            assert step_of(run) == (100, 100.0)  # as if it was killed before its first save
         save(run, 110)
         assert (run.steps(), run.abandoned()) == ([100, 110, 300], [300])
         (tmp_path / how / "latest").write_text("step-000300\n")  # as if `latest` was not rewritten
@@ -1380,7 +1380,7 @@ def test_a_run_whose_newest_step_is_not_known(tmp_path: Path, how: str):
         path = run.path(step) / "fsdpc.json"
         if how == "lost":
             path.unlink()
-        else:  # a number that implies another order
+        else:  # a changed number that would give the steps another order
             text = path.read_bytes()
             path.write_bytes(re.sub(rb'"published": \d+', b'"published": 9', text))
 
@@ -1648,8 +1648,8 @@ def leave(index: Any) -> None:
 
 
 def attributes_of(module: str, name: str, attribute: str) -> Callable[[Path], None]:
-    """Return a function that writes an index which sets an attribute of an allowed class or
-    function, by pickle's BUILD.
+    """Return a function that changes an index of DCP. When the index is unpickled, pickle's opcode
+    BUILD sets an attribute of an allowed class or function.
     """
     key = b"X" + struct.pack("<I", len(attribute)) + attribute.encode()
     target = f"c{module}\n{name}\n".encode()
@@ -2163,7 +2163,7 @@ def test_parts_of_tensors_are_read_as_blocks():
 
 
 class Rotary(nn.Module):
-    """A module with buffers that no checkpoint contains, as in decoders of transformers."""
+    """A module with buffers that no checkpoint contains, as in models of Hugging Face."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -2494,7 +2494,7 @@ def test_a_step_that_is_removed_while_others_look(tmp_path: Path, monkeypatch: A
     assert run.latest() == tmp_path / "step-000002" and run.steps() == [2]
     shutil.rmtree(tmp_path / "step-000002")
     (tmp_path / "step-000003").mkdir()
-    (tmp_path / "step-000003" / "model.safetensors").touch()  # remains of a step count as damaged
+    (tmp_path / "step-000003" / "model.safetensors").touch()  # counts as a damaged step
     with pytest.raises(checkpoint.CheckpointError, match=r"steps \[3\] is damaged or missing"):
         run.latest()
 
@@ -2519,8 +2519,8 @@ class Interrupting:
 
 
 def test_a_save_that_begins_inside_of_another(tmp_path: Path, monkeypatch: Any):
-    """The two saves must not share memory. In an earlier version both saves copied into one memory:
-    the first checkpoint had the second one's values, with matching checksums.
+    """The two saves must not share memory. In an earlier version, both saves copied to the same
+    buffer: the first checkpoint got the second one's values, with matching checksums.
     """
     write, may_write = background.write_plan, threading.Event()
 

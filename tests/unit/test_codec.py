@@ -163,7 +163,7 @@ def test_nf4_has_the_codes_and_values_of_bitsandbytes(kernels):
     expected = (NF4[levels] * scales[:, None]).reshape(values.shape)
     found = decode("nf4", coded, values.shape)
     assert np.array_equal(found, expected)
-    assert np.array_equal(encode("nf4", found), coded)  # decoded values keep their codes
+    assert np.array_equal(encode("nf4", found), coded)  # encoded again, values keep their codes
 
 
 def nvfp4_rows(parts):
@@ -271,7 +271,7 @@ def test_rounding_at_random_is_right_on_average(kernels):
     assert (np.isclose(found, below * step) | np.isclose(found, (below + 1) * step)).all()
     deviation = step.mean() / 2 / np.sqrt(found.size)  # an upper bound
     assert abs(found.mean() - 0.3) < 5 * deviation
-    by_place = found.mean(0)  # at each place, blocks must round in both directions
+    by_place = found.mean(0)  # at each index, some blocks must round up, others down
     assert np.abs(by_place - 0.3).max() < 5 * step.mean() / 2 / np.sqrt(len(rows))
     assert abs(decode("int4", encode("int4", rows), rows.shape)[:, 1:].mean() - 0.3) > deviation
     neighbours = np.corrcoef((found - 0.3)[:, :-1].ravel(), (found - 0.3)[:, 1:].ravel())[0, 1]

@@ -428,7 +428,7 @@ def test_bad_process_timeout(seconds):
     ],
 )
 def test_a_thread_waits_for_another_one_until_the_process_deadline(name, call):
-    """The other thread is inside a collective, and therefore inside its unit and its tree."""
+    """The other thread is in a collective of its unit, so the unit and its tree are in use."""
     inside, leave = threading.Event(), threading.Event()
 
     class Calls:

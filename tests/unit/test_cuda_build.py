@@ -111,8 +111,8 @@ def test_the_source_distribution_has_every_source(tmp_path):
     """An installation from the source distribution can only build the sources that the distribution
     contains.
     """
-    # The metadata goes to a separate folder, because the tree's metadata may list files of an
-    # earlier build.
+    # The metadata goes to a separate folder, because metadata in the source tree may list files
+    # of an earlier build.
     command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path)]
     command += ["sdist", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)

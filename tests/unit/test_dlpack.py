@@ -62,7 +62,7 @@ def test_subclasses(how):
     class Marked(torch.Tensor):
         pass
 
-    kinds = [type(f"Kind{i}", (torch.Tensor,), {}) for i in range(8)]  # more than are cached
+    kinds = [type(f"Kind{i}", (torch.Tensor,), {}) for i in range(8)]  # more than the cache holds
     for kind in [Marked, *kinds, Marked]:
         tensor = torch.ones(2, 3).as_subclass(kind)
         assert look(tensor, how) == expect(tensor.as_subclass(torch.Tensor))

@@ -105,7 +105,7 @@ def test_views_share_memory(flat):
     assert bias[0] == -1 and over(flat.shard_segment(0))[offset] == -1
     flat.grad[offset + 2] = 7
     assert over(flat.grad_part(1))[2] == 7 and over(flat.grad_segment(0))[offset + 2] == 7
-    # With one rank and no cast, the gathered values are the memory of the master shard.
+    # With one rank and no cast, the gathered values lie in the memory of the master shard.
     assert np.shares_memory(flat.full, flat.shard)
     assert np.array_equal(over(flat.full_param(0, (3, 4))), np.arange(12.0).reshape(3, 4))
 

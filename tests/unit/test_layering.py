@@ -1,5 +1,5 @@
 """Tests of rules of the source tree that a compiler does not check. Other tests give each rule a
-text that breaks the rule, and the rule must find this.
+text that breaks the rule, and the rule must report this text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LAYERS = (
     "csrc/py",
 )
 RANKS = {name: rank for rank, name in enumerate(LAYERS)}
-# Only these files use CUDA or NCCL. All other files use a device, a communicator or an arena.
+# Only these files use CUDA or NCCL. Other files use fsdpc's devices, communicators and arenas.
 GPU_FILES = re.compile(
     r"csrc/([a-z]+/)+((device|arena|py)_cuda|(py_)?comm_nccl|(cuda|nccl)_)|kernels/cuda_"
 )

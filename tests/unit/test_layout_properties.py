@@ -37,8 +37,8 @@ class Segment:
 def model_segment(key: tuple, members: list[int], specs: list[Spec], world: int, align: int):
     storage = key[0]
     segment = Segment(key, members, 0, np.zeros(0), 0, 0)
-    # The step has `align` bytes in the narrowest dtype, which has 2 bytes for floats. It is the
-    # same for all compute and reduce dtypes.
+    # The step is so large that it has at least `align` bytes in every dtype. The narrowest float
+    # dtypes have 2 bytes. The step does not depend on the compute and reduce dtypes.
     segment.step = align if storage == "uint8" else align // 2
     sizes = np.array([specs[i][1] for i in members])
     room = -(-sizes // segment.step) * segment.step
@@ -285,9 +285,9 @@ def test_padding_by_rows_of_a_large_layer_is_under_two_per_cent(world: int) -> N
     got = layout([by_rows(i, s, (*BF16, True)) for i, s in enumerate(LLAMA_ROWS)], world, 256)
     share = got["padding_bytes"] / (got["full_bytes"] - got["padding_bytes"])
     assert share == 0 if world in (1, 2, 8, 64, 512) else share < 0.02
-    # The pieces of the matrices start at multiples of 16 bytes in every buffer, so the wide loops
-    # of all kernels apply. On 3, 7 and 96 ranks, this does not hold for the two vectors, which are
-    # the last two segments.
+    # The pieces of the matrices start at multiples of 16 bytes in every buffer, so all kernels
+    # can run their vector loops. On 3, 7 and 96 ranks, this does not hold for the two vectors,
+    # which are the last two segments.
     starts = [s["piece_numel"] * 2 % 16 for s in got["segments"]]
     assert not any(starts[:-2]) and (any(starts) == (world in (3, 7, 96)))
 

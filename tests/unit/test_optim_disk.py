@@ -188,7 +188,7 @@ def test_states_of_8_bits(tmp_path: Path):
         away.load_state_dict(saved)
     torch.testing.assert_close(away.state_dict(), before, rtol=0, atol=0)
     train(sets[1], away, range(5, 6))
-    # With 4097 instead of 4096, the same parameters have 8-bit states.
+    # If min_8bit_size is 4097 instead of 4096, the same parameters have 8-bit states.
     saved["param_groups"][0]["min_8bit_size"] = 4097
     away.load_state_dict(saved)
     assert away.param_groups[0]["lr"] == 7.0

@@ -84,7 +84,7 @@ def test_rounding_is_unbiased_and_between_neighbours():
     n = 1 << 20
     param = nn.Parameter(torch.ones(n, dtype=torch.bfloat16))
     param.grad = torch.ones(n, dtype=torch.bfloat16)
-    optim.AdamWBF16([param], lr=1e-3, weight_decay=0).step()  # to 0.999, between 0.9961 and 1
+    optim.AdamWBF16([param], lr=1e-3, weight_decay=0).step()  # 0.999 is between 0.9961 and 1
     below = 1 - 2**-8
     assert set(param.float().unique().tolist()) == {below, 1.0}
     # The standard deviation of the mean of n draws is 0.0039 * 0.44 / 1024.
@@ -96,9 +96,9 @@ def test_rounding_is_unbiased_and_between_neighbours():
 
 
 def test_random_bits_do_not_correlate():
-    """Random bits correlate by less than 5 standard deviations of independent bits' correlation.
-    The test compares bits along the index, bits of two steps, bits of the parameter and of both
-    states, and bits with each bit of the index.
+    """The correlation of two series of random bits is less than 5 times the standard deviation of
+    this correlation for independent bits. The test compares bits along the index, bits of two
+    steps, bits of the parameter and of both states, and bits with each bit of the index.
     """
     n = 1 << 18
     rounded = []

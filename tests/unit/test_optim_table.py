@@ -244,7 +244,7 @@ def test_a_saved_tensor_is_found_to_be_stale():
 
 def test_a_table_keeps_nothing_alive():
     params, optimizer = stepped()
-    params[0].owner = optimizer  # a cycle that only the garbage collector ends
+    params[0].owner = optimizer  # only the garbage collector frees this cycle
     state = weakref.ref(optimizer.state[params[1]]["exp_avg"])
     grad = weakref.ref(params[1].grad)
     optimizer.step()

@@ -77,8 +77,8 @@ def test_the_table_names_what_and_why(capsys):
 
 @pytest.mark.long
 def test_one_line_for_each_row_fits_the_terminal(capsys, monkeypatch):
-    """The output fits 100 columns, and a plan fits 80. Reasons are shown only if they are asked
-    for.
+    """A line of output has at most 100 columns, or 80 for a plan without further options. Reasons
+    are shown only with --explain.
     """
     found, suggest = [], advise.suggest
 
@@ -114,8 +114,8 @@ def test_help_has_examples_that_run(capsys):
 
 
 def test_own_units_for_embedding_and_head_are_tried(capsys):
-    """Units of their own are tried for the embedding and the head. For 405 B on 128 ranks, the
-    root's packed gradients alone take 33.6 GB of slots.
+    """The planner tries units of their own for the embedding and the head. For 405 B on 128
+    ranks, the root's packed gradients alone take 33.6 GB of slots.
     """
     big = ["llama-3-405b", "--world", "128", "--sequence", "8192", "--json", "--explain"]
     _, seen = output(capsys, *big)
@@ -127,7 +127,7 @@ def test_own_units_for_embedding_and_head_are_tried(capsys):
 
 
 def test_suggestions_differ(capsys):
-    """If few plans fit, every means that frees memory is tried. No suggested plan beats another."""
+    """If few plans fit, every way to free memory is tried. No suggested plan beats another."""
     builds = {w: partial(geometry.build, geometry.PRESETS["llama-3-8b"], wrap=w) for w in WRAPS[:2]}
     setup = Setup(world=4, compute="bfloat16")
     names = ("adamw", "adamw8bit")
@@ -321,8 +321,8 @@ def test_compressed_activations_are_priced_as_they_are_packed(dtype):
 @pytest.mark.parametrize("preset", ["llama-1b", "gpt-oss-8e", "mixtral-8x7b"])
 @pytest.mark.parametrize("attention", ["flash", "eager"])
 def test_packing_passes_memory_twice(preset, attention):
-    """Packing and unpacking each pass over the packed tensors once at the memory's rate. The time
-    of these passes is added to the time of compute.
+    """Packing reads each tensor and writes its packed form. Unpacking does the reverse. Both run at
+    the memory's bandwidth, and their time is added to the time of compute.
     """
     g, options = geometry.PRESETS[preset], {"attention": attention, "accumulation": 3}
     saved = [geometry.block_saved(g, Setup(compress=c, **options)) for c in ("bf16", "int8")]
@@ -641,8 +641,8 @@ def test_sizes_are_read_as_written():
 
 
 def test_a_traced_model_keeps_its_micro_batch(capsys):
-    """The traced inputs determine the micro-batch: a search over micro-batches would find that any
-    number fits.
+    """The traced inputs fix the micro-batch, so `--suggest` tries no other micro-batch. Otherwise
+    it would find that a micro-batch of any size fits.
     """
     arguments = ["plan_models:gpt", "--world", "2", "--compute", "storage"]
     code, seen = output(capsys, *arguments, "--json")
@@ -729,7 +729,7 @@ def test_copies_of_a_hybrid_plan_meet_over_the_network():
 
 
 def test_a_measured_link(capsys):
-    """A measured rate is that of all interfaces of a host together, and is taken as it is."""
+    """A measured rate is the sum over all interfaces of a host. It is used unchanged."""
     command = ["plan", "--params", "7b", "--gpu", "h100", "--world", "32", "--json"]
     steps = {}
     for link in ("", "100Gbit", "947Mbit/s"):

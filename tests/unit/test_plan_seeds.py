@@ -113,8 +113,8 @@ def offloaded(g):
     return planned(g, Setup(offload=True, **MIXED)).host_bytes / (16 * g.numel / 8)
 
 
-# Columns: number, what a document says, the planner's figure, the right figure, and (0.01 by
-# default) the relative tolerance.
+# Columns: number, what a document says, the planner's figure, the right figure, and optionally the
+# relative tolerance, which is 0.01 by default.
 ROWS = [
     ("T01", "an A100", lambda: CARDS["a100-80"].usable / GB, 85),
     ("T01b", "an H100's bandwidth", lambda: CARDS["h100"].bandwidth / 1e12, 3.35),

@@ -93,8 +93,8 @@ def test_published_runs_are_in_the_interval(gpu):
 
 def test_torchtitan_on_8_gpus():
     """torchtitan published 5,762 tokens per second and GPU for Llama-3.1-8B, and 6,667 with
-    torch.compile. A micro-batch had 2 x 8,192 tokens. Every other matrix product was computed again
-    in backward. The cards were limited to 500 of 700 W.
+    torch.compile. A micro-batch had 2 x 8,192 tokens. Every second matrix product was computed
+    again in backward. The cards were limited to 500 of 700 W.
     """
     setup = Setup(compute="bfloat16", sequence=8192, micro_batch=2, recomputed=0.5)
     made = plan(partial(geometry.build, geometry.PRESETS["llama-3-8b"]), setup)

@@ -333,7 +333,7 @@ def test_collectives_with_callbacks():
 
 def test_views_of_arguments_go_with_their_forward():
     """Views of arguments are freed when their forward ends, not at Python's next collection. Such
-    views hold the inputs of every frozen unit.
+    views replace the inputs of a unit that has a frozen parameter and no nested unit.
     """
     tensor = torch.ones(4, requires_grad=True) * 2
     gone = weakref.ref(tensor)

@@ -135,7 +135,7 @@ def test_the_table_is_withdrawn_when_the_rank_goes_on(clock, caplog):
     ranks[0].seconds, ranks[0].does = 0.0, WORK
     poll(ranks, clock)
     assert ranks[0].others == "" and ranks[0].stall.verdict is None
-    # The next stall begins a new question. This time another rank asks.
+    # The next stall leads to a new query. This time rank 1 makes the query.
     ranks[1].waits(1.0, "gather of unit y")
     for _ in range(26):
         poll(ranks, clock, 0.5)
@@ -195,8 +195,8 @@ def test_spans():
 
 
 def test_nobody_is_accused_of_a_wait_that_is_over(clock, caplog):
-    """A link was cut, so the question came late. Training already goes on again when the table is
-    made, so no rank is named.
+    """A link was cut, so rank 0's query reached rank 1 late. When the table is made, training
+    already goes on again, so no rank is named.
     """
     ranks = make(["a", "b"], patience=3.0)
     ranks[0].waits(1.0, "gather of unit x")

@@ -128,7 +128,8 @@ const char *fsdpc_py_exception_text(char *buffer, size_t bytes);
 void fsdpc_py_exception_note(char *buffer, size_t bytes);
 /* Calls a callable without arguments. Returns 0 or -1. The call may remove the callable from its owner. */
 int fsdpc_py_call(PyObject *callable);
-/* Runs Python's signal handlers, for waits without the GIL. A no-op on other threads than the main one.
+/* Runs Python's signal handlers, and takes the GIL meanwhile: waits call it without the GIL. A no-op on
+ * threads other than the main one.
  * Returns non-zero if a handler raised an exception: it stays set, and fsdpc_py_raise keeps it. */
 int fsdpc_py_check_signals(void);
 
@@ -188,7 +189,7 @@ PyObject *fsdpc_py_list(Py_ssize_t count, PyObject *(*item)(const void *context,
 
 /* A row of a table of attributes with the getter get_name. `set` is the setter, or NULL. */
 #define FSDPC_PY_ATTRIBUTE(name, set, doc) {#name, (getter)get_##name, (setter)(set), doc, NULL}
-/* A row of a table of attributes for a member of a type: any object, or NULL, which Python reads as None. The
+/* A row of a table of attributes for a member that holds any object, or NULL, which Python reads as None. The
  * closure of getter and setter is the member's offset. */
 #define FSDPC_PY_MEMBER(type, member, doc) \
     {#member, fsdpc_py_get_member, fsdpc_py_set_member, doc, (void *)offsetof(type, member)}
@@ -254,7 +255,7 @@ int fsdpc_py_check_device(const fsdpc_py_view *view, fsdpc_py_device place);
 int fsdpc_py_torch_data(PyObject *tensor, const void **out);
 /* Like fsdpc_py_torch_view, but always calls the tensor's methods. For tests and measurements. */
 int fsdpc_py_torch_view_slow(PyObject *tensor, fsdpc_py_view *out);
-/* True if the object's type is a torch tensor's. */
+/* True if the object is a torch tensor. */
 bool fsdpc_py_is_torch(PyObject *object);
 /* Fills in numel and contiguous from ndim, shape and strides, and checks that the memory exists. Raises
  * BufferError. */

@@ -10,7 +10,7 @@
 #include "py/base/py_cuda.h"
 
 typedef struct hooks {
-    PyObject *alloc, *free, *trim; /* trim may be None */
+    PyObject *alloc, *free, *trim; /* trim gives unused memory back to the driver, or is None */
 } hooks;
 
 static int

@@ -1,8 +1,8 @@
 /* The argument parser of all functions of the extension; helpers for lists and attributes.
  *
- * The parser reads a table of names, kinds and targets. The table is on the caller's stack and has the
- * addresses of the caller's variables, so parsing allocates nothing. Messages follow CPython's own.
- */
+ * The parser reads a table with the name, the kind and the target of each argument. A target is the address
+ * of a variable of the caller. The table is on the caller's stack, so parsing allocates nothing. Error
+ * messages are worded like CPython's. */
 #include <string.h>
 
 #include "py/base/py.h"
@@ -163,7 +163,7 @@ too_many(const char *function, const fsdpc_py_arg *table, int limit, Py_ssize_t 
     return -1;
 }
 
-/* Puts keyword arguments into their places in `found`. */
+/* Sets found[i] to the keyword argument that row i of the table names. */
 static int
 place_keywords(const char *function, const fsdpc_py_arg *table, int count, PyObject *const *values,
                PyObject *keywords, PyObject **found)

@@ -70,7 +70,7 @@ cuda_memory(PyObject *Py_UNUSED(module), PyObject *number)
     return Py_BuildValue("(nn)", (Py_ssize_t)free_bytes, (Py_ssize_t)total);
 }
 
-/* Loads no driver if the variable FSDPC_LIBCUDA is not set. */
+/* Returns whether FSDPC_LIBCUDA names a simulated driver. Loads no driver if the variable is not set. */
 static PyObject *
 stand_in(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {

@@ -4,7 +4,8 @@
 
 #include "py/base/py.h"
 
-/* Gets a GPU by its ordinal, or by a number from Python. The first call starts the CUDA driver. */
+/* Get the GPU with this ordinal, a C or a Python integer. The first call starts the CUDA driver. Return 0, or
+ * -1 with an exception. */
 int fsdpc_py_gpu(int ordinal, fsdpc_device **out);
 int fsdpc_py_find_gpu(PyObject *number, fsdpc_device **out);
 

@@ -4,8 +4,8 @@
  * its tensor on any thread and at any time, even after the interpreter has ended. After that end the
  * owner is leaked on purpose, because Python may not be called any more.
  *
- * Import: torch tensors by their C functions (they may require grad, which __dlpack__ refuses), then
- * the buffer protocol (NumPy, bytearray, memoryview), then __dlpack__ of any other object.
+ * Import: torch tensors by functions of py_tensor.c, because __dlpack__ refuses tensors that require grad;
+ * other objects by the buffer protocol (NumPy, bytearray, memoryview) where possible, else by __dlpack__.
  */
 #include <string.h>
 

@@ -90,7 +90,7 @@ lane_new(PyObject *Py_UNUSED(module), PyObject *number)
     return capsule;
 }
 
-/* Returns the lane in a capsule, with torch's current stream as the caller's. NULL with an exception set. */
+/* Returns the lane in a capsule, and makes torch's current stream the engine's. NULL with an exception. */
 static fsdpc_lane *
 entered(PyObject *object)
 {

@@ -5,7 +5,7 @@
 
 static fsdpc_py_module_state *current_state;
 
-/* The depth of nesting of Python code that this thread runs in the middle of core calls. */
+/* How many calls from the core into Python are in progress in this thread. They may be nested. */
 static _Thread_local int in_core;
 
 /* --- module state ---------------------------------------------------------------------------- */

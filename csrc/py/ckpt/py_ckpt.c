@@ -74,7 +74,7 @@ typedef struct combine_job {
     int opened;
 } combine_job;
 
-/* Checks that the counts of the groups add up to the number of parts. Sets an exception if not. */
+/* Returns true if the counts of the groups add up to the number of parts; else sets an exception. */
 static bool
 combine_fits(const combine_job *job)
 {

@@ -72,7 +72,7 @@ comm_late_text(PyObject *Py_UNUSED(type), PyObject *arguments)
         (ranks = PySequence_Tuple(ranks)) == NULL) {
         return NULL;
     }
-    /* The text names fewer ranks than MOST and counts the rest. */
+    /* The text names fewer ranks than MOST and counts the others, so MOST ranks are copied at most. */
     late.missing_count = (int)PyTuple_GET_SIZE(ranks);
     for (int i = 0; i < late.missing_count && i < MOST && !PyErr_Occurred(); i++) {
         missing[i] = (int)PyLong_AsLong(PyTuple_GET_ITEM(ranks, i));
@@ -168,7 +168,7 @@ static PyMethodDef comm_methods[] = {
 
 #define CAPS(self) fsdpc_comm_get_caps((self)->comm)
 
-/* The attributes that one expression reads, as X(name, value, text). */
+/* Attributes whose value is one expression: X(name, value, docstring). */
 /* clang-format off */
 #define ATTRIBUTES(X) \
     X(rank, PyLong_FromLong(fsdpc_comm_rank(self->comm)), "Rank within the group.") \
@@ -189,7 +189,7 @@ static PyMethodDef comm_methods[] = {
       "True if agree() and barrier() name the ranks that did not come by the deadline.") \
     X(rounds_sums, PyBool_FromLong(CAPS(self)->rounds_sums), \
       "True if sums of bfloat16 and float16 are rounded after each rank, unless symmetric.") \
-    /* Gradients are summed by the communicator for reductions, so the attribute describes that one. */ \
+    /* The communicator for reductions sums gradients, so this attribute describes it. */ \
     X(symmetric, PyBool_FromLong(fsdpc_comm_is_symmetric(fsdpc_comm_for_reductions(self->comm))), \
       "True if NCCL reduces in symmetric memory of all ranks' GPUs.") \
     X(closed, PyBool_FromLong(self->closed), "True after close().")

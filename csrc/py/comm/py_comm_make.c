@@ -1,5 +1,5 @@
-/* The class methods Comm.self_(), for one rank, and Comm.shm() and Comm.c10d(), for ranks in host memory; the
- * methods set_hosts() and set_numbers(). */
+/* The class methods Comm.self_(), for one rank, and Comm.shm() and Comm.c10d(), for several ranks that
+ * exchange host memory; the methods set_hosts() and set_numbers(). */
 #include "base/mem.h"
 #include "py/base/py_cuda.h"
 #include "py/comm/py_comm_impl.h"

@@ -1,4 +1,4 @@
-/* Comm.staged(): a communicator of the same ranks for GPU memory. The new Comm keeps the first one alive. */
+/* Comm.staged(): makes a Comm of the same ranks for GPU memory. The new Comm keeps the old one alive. */
 #include "py/base/py_cuda.h"
 #include "py/comm/py_comm_impl.h"
 

@@ -30,7 +30,7 @@ struct request {
     int32_t threads;
     int count;
     fsdpc_optim_tensor *tensors; /* owned */
-    float **step_values;         /* owned: the addresses of the tensors' step numbers, in `place` */
+    float **step_values;         /* owned: addresses of step numbers, on the device `place` */
 };
 
 static void

@@ -5,7 +5,7 @@
 #include "optim/optim.h"
 #include "py/base/py.h"
 
-#define FSDPC_PY_STEP_NAME(NAME, name, ...) " '" name "'" /* one kind in an error text's list */
+#define FSDPC_PY_STEP_NAME(NAME, name, ...) " '" name "'" /* an item of a list in an error text */
 
 extern PyMethodDef fsdpc_py_optim_methods[];
 extern PyMethodDef fsdpc_py_optim_value_methods[];

@@ -56,7 +56,7 @@ struct table {
     int group_count;
     struct entry *entries;
     int entry_count;
-    /* The next members describe the step in progress. */
+    /* The fields below describe the step in progress. */
     /* True from fsdpc_py_table_read to fsdpc_py_table_give_up. Python code that runs in between may begin
      * another step, which must not use the table. */
     bool busy;

@@ -125,8 +125,8 @@ refers_to(PyObject *weak, const PyObject *object)
 }
 
 /* Returns true if a step may use the tensor: its type is self->plain, and its values are floats, contiguous
- * and not lazily negated. The check for negation takes a tenth of a step of small tensors, so a state that
- * lies where the last step found it is not checked: its `data` may have become a negated view of itself. */
+ * and not lazily negated. The check for negation takes a tenth of a step of small tensors. So it is skipped
+ * for a state that the last step found at this address. A `data` set to its own negated view is missed. */
 static bool
 lies(const struct table *self, PyObject *tensor, int64_t numel, struct seen *seen,
      fsdpc_dtype *type, void **out)
@@ -189,7 +189,7 @@ read_states(struct table *self, const struct group *group, struct member *member
     fsdpc_dtype type;
     void *counter;
     tensor->state_type = member->type;
-    tensor->step = 2; /* any step after the first: a rule without a counter needs no more */
+    tensor->step = 2; /* not the first step; a rule without a counter needs to know no more */
     if (group->counter == NULL && group->name_count == 0) {
         return true;
     }
@@ -247,7 +247,7 @@ read_copy(const struct table *self, const struct member *member, fsdpc_optim_ten
 }
 
 /* Prefetches a member's objects at the addresses that the last step found. The objects of thousands of
- * members fit in no cache, and without prefetching each object must be read to find the next address. */
+ * members fit in no cache. Without prefetching, each object must be read to find the next address. */
 static void
 ask_for(const struct table *self, int number)
 {

@@ -50,7 +50,7 @@ fsdpc_py_flat_note_full(fsdpc_py_flat *self, PyObject *Py_UNUSED(ignored))
     return note_full(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* replace_full(number, tensor): makes `tensor` a foreign unit's gathered tensor of parameter `number`. */
+/* replace_full(number, tensor): `tensor` becomes parameter `number`'s gathered tensor. Foreign units only. */
 PyObject *
 fsdpc_py_flat_replace_full(fsdpc_py_flat *self, PyObject *args)
 {
@@ -245,7 +245,7 @@ bind_all(fsdpc_py_flat *flat, PyObject *const rows[4], bool dtensors)
     return -1;
 }
 
-/* Takes the tensor whose counter all gathered tensors share: see [Note: versions] in py_versions.c. */
+/* Takes the tensor whose version counter all gathered tensors share: [Note: versions] in py_versions.c. */
 static int
 bind_versions(fsdpc_py_flat *flat, PyObject *counter, bool by_gather)
 {

@@ -2,7 +2,7 @@
 #include "base/mem.h"
 #include "py/step/py_step.h"
 
-/* Views a contiguous float64 tensor on the units' device in *out. Returns 0, or -1 with an exception. */
+/* Sets *out to a view of a contiguous float64 tensor on the units' device. 0, or -1 with an exception. */
 static int
 doubles(const fsdpc_py_tree *self, PyObject *tensor, const char *what, fsdpc_py_view *out)
 {

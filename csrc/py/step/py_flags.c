@@ -2,10 +2,10 @@
  * registers the gradient hooks of the gathered tensors.
  *
  * Flags are read when a pass begins, and again when a backward begins. So a parameter gets a gradient if its
- * flag is set when the backward begins, like a leaf of an unsharded model. The parameter may be frozen in
- * between for another pass (for example, to get the outputs of a model without its adapters). A parameter
- * that was frozen when its unit was made has no gradient memory. When such a parameter is to be trained, the
- * tree's `on_thaw` allocates the memory (fsdpc/_engine/thaw.py), which is a collective call.
+ * flag is set when the backward begins, like a leaf of an unsharded model. Between forward and backward, the
+ * program may freeze the parameter for another pass (for example, to get a model's outputs without its
+ * adapters). A parameter that was frozen when its unit was made has no gradient memory. When such a parameter
+ * is to be trained, the tree's `on_thaw`, a collective call, allocates the memory (fsdpc/_engine/thaw.py).
  */
 #include "py/step/py_step.h"
 

@@ -3,7 +3,7 @@
  */
 #include "py/step/py_step.h"
 
-/* Returns None; if `status` is an error or marking fails, NULL with an exception. */
+/* Returns None, or NULL with an exception if `status` is an error or fsdpc_py_mark fails. */
 static PyObject *
 finish(fsdpc_py_flat *self, int status)
 {

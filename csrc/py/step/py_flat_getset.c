@@ -35,7 +35,7 @@ truth_of(PyObject *value, int deleted)
     return value ? PyObject_IsTrue(value) : deleted;
 }
 
-/* Reads a flag that decides which slots a tree gets: 1 or 0. Returns -1 with StateError if a tree exists. */
+/* Returns the new value, 1 or 0, of a flag on which slots depend; -1 with StateError if there is a tree. */
 static int
 read_slot_flag(const fsdpc_py_flat *self, PyObject *value, int otherwise, const char *name)
 {
@@ -99,7 +99,7 @@ set_members_left(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
     return 0;
 }
 
-/* Attributes that one expression reads: X(name, expression, setter or NULL, docstring). */
+/* Attributes whose value is one expression: X(name, expression, setter or NULL, docstring). */
 /* clang-format off */
 #define ATTRIBUTES(X) \
     X(name, PyUnicode_FromString(fsdpc_unit_name(self->unit)), set_name, "Name of the unit.") \

@@ -1,6 +1,6 @@
-/* A unit whose gradients a communication hook sums: functions that pack the gradients for the hook's caller
- * in Python, and that add the sums. The tree decides when the hook runs (tree.h); py_hooks_backward.c decides
- * the order of calls in a backward.
+/* Functions for a unit whose gradients are summed by a communication hook. They pack the gradients for the
+ * hook's caller in Python, and take over the sums. The tree decides when the hook runs (tree.h).
+ * py_hooks_backward.c decides the order of calls in a backward.
  */
 #include "py/step/py_step.h"
 

@@ -50,7 +50,7 @@ done:
     return result;
 }
 
-/* The gate calls this function as its `late` when the unit is no longer in use, see flat_unbind. */
+/* The `late` of the gate: unbinds the unit when the use during which flat_unbind was called has ended. */
 static void
 unbind_late(PyObject *self)
 {

@@ -75,7 +75,7 @@ view_grad(fsdpc_py_flat *flat, int i)
     return result;
 }
 
-/* Makes the dimension along which the parameter is sharded the view's first, as in the unit's memory. */
+/* Moves the view's sharded dimension to the front, where the unit's memory has it. */
 static int
 put_rows_first(const fsdpc_py_flat *flat, int i)
 {

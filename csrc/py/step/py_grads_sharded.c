@@ -219,7 +219,7 @@ fsdpc_py_flat_adopt_grads(fsdpc_py_flat *flat, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-/* The user cleared .grad: drops the gradients that no_sync kept; with `zero`, zeroes the unit's gradient. */
+/* Called if the user cleared .grad. Drops gradients kept by no_sync. `zero`: zeroes the unit's gradient. */
 static int
 start_from_zero(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded, bool zero)
 {
@@ -255,7 +255,7 @@ fsdpc_py_prepare_grads(fsdpc_py_flat *flat)
         return 0;
     }
     flat->backward.prepared = true;
-    if (flat->shown) { /* .grad belongs to the caller's full values, which this pass does not use */
+    if (flat->shown) { /* in summon_full_params: .grad belongs to the full values, not to the unit */
         return 0;
     }
     if (fsdpc_unit_has_local(flat->unit) && fsdpc_py_drop_zeroed(flat) < 0) {

@@ -48,13 +48,13 @@ end_is_over(fsdpc_py_hook *self)
     return pending;
 }
 
-/* Called when torch drops the end hook of a backward: the backward raised, so the hook was not called,
- * or the hook itself failed. */
+/* Called when torch drops an end hook that is still pending. Either the backward raised before torch called
+ * the hook, or the hook itself failed. */
 static void
 backward_broke(fsdpc_py_tree *tree)
 {
     PyObject *type, *value, *traceback;
-    /* If another thread uses the tree, that thread's next pass or backward clears this backward. */
+    /* If a thread uses the tree, the tree's next pass or backward clears this backward. */
     if (!tree->tree || tree->count == 0 || fsdpc_py_tree_in_use(tree) ||
         !fsdpc_tree_in_backward(tree->tree)) {
         return;

@@ -292,7 +292,7 @@ fsdpc_py_is_used_late(const fsdpc_py_flat *flat)
     return flat->observed || has_frozen(flat) || (flat->reentrant && !fsdpc_py_has_nested(flat));
 }
 
-/* Returns 1 if this backward runs inside the one that entered the unit, 0 if not, or -1. */
+/* Returns 1 if this backward runs inside the backward that entered the unit, 0 if not, or -1. */
 static int
 arrived_inside(const fsdpc_py_flat *flat)
 {
@@ -324,7 +324,7 @@ all_arrived(fsdpc_py_flat *flat)
     return 0;
 }
 
-/* Called at each watched gradient. Acts when the last one has arrived: see [Note: watched parameters]. */
+/* Called at each watched gradient. Acts when all of these have arrived: see [Note: watched parameters]. */
 static int
 watched_arrived(fsdpc_py_flat *flat)
 {
@@ -342,12 +342,12 @@ watched_arrived(fsdpc_py_flat *flat)
     return fsdpc_py_watch_all(flat);
 }
 
-/* Returns whether the parameter requires a gradient: 1, 0, or -1. torch also calls hooks of frozen ones. */
+/* Returns whether the parameter requires a gradient: 1, 0, or -1. torch calls hooks of frozen tensors too. */
 static int
 still_trains(const fsdpc_py_flat *flat, int param)
 {
     if (!flat->full[param]) {
-        return 1; /* the unit has lost its gathered tensors; the caller goes on */
+        return 1; /* the unit was unbound; the caller goes on as for a trained parameter */
     }
     PyObject *flag = fsdpc_py_field(flat->full[param], FSDPC_PY_REQUIRES_GRAD);
     int trains = flag ? flag == Py_True : -1;
@@ -392,7 +392,7 @@ drop_hold(fsdpc_py_flat *flat)
     return fsdpc_py_checked(status) < 0 ? -1 : fsdpc_py_mark(flat);
 }
 
-/* Called when the backward has come to the inputs of every forward of the unit that it had reached. */
+/* Called when the backward has reached the inputs of all forwards of the unit whose outputs it reached. */
 static int
 all_closed(fsdpc_py_flat *flat)
 {
@@ -464,7 +464,7 @@ fsdpc_py_input_done(fsdpc_py_hook *self)
         !fsdpc_tree_is_held(tree->tree, flat->id)) {
         return 0;
     }
-    /* A unit that is neither complete nor closed still gets gradients of another forward in this backward. */
+    /* If the unit is neither complete nor closed, this backward will bring gradients of another forward. */
     bool closed = !flat->backward.unwatched && (flat->incomplete || flat->expected == 0);
     if (flat->backward.complete || closed) {
         return all_closed(flat);

@@ -54,7 +54,7 @@ fsdpc_py_any_sync(const fsdpc_py_tree *tree)
     return !some;
 }
 
-/* Returns 1 if this backward is one of [Note: gradients inside a forward], else 0, or -1. */
+/* Returns 1 if this backward is a part of a forward ([Note: gradients inside a forward]), else 0, or -1. */
 static int
 is_part_of_forward(const fsdpc_py_tree *tree)
 {

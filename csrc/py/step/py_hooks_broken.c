@@ -14,8 +14,8 @@ fsdpc_py_forget_backward(fsdpc_py_flat *flat)
  * ranks add them to the shard gradient at the next pass at the latest. The shard gradient then has a part of
  * the failed backward, like the .grad of an unsharded model. But if the user has meanwhile cleared .grad or
  * changed it in place, the sum must leave the user's value unchanged. So the versions of the .grad tensors
- * are noted when the backward fails. A tensor whose version has changed by the time of the sum, or was not
- * noted, gets its value back after the sum. */
+ * are noted when the backward fails. After the sum, a tensor gets its old value back if its version had
+ * changed before the sum, or was not noted. */
 
 static int
 note_versions(fsdpc_py_flat *flat)
@@ -40,7 +40,7 @@ fsdpc_py_drop_half_made(fsdpc_py_flat *flat)
                : note_versions(flat);
 }
 
-/* Returns 1 if .grad is set, and changed after the backward failed or has no noted version; else 0, or -1. */
+/* Returns 0 if .grad is None, or surely unchanged since the backward failed; else 1. -1 with an exception. */
 static int
 was_touched(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {

@@ -19,7 +19,7 @@ finish_partial_units(fsdpc_py_tree *tree)
         if (fsdpc_py_find_unwatched(flat) < 0) {
             return -1;
         }
-        /* A unit finished when its inputs were reached stays incomplete, so its inputs stay watched. */
+        /* A unit whose graph the backward has left or passed stays incomplete: its inputs stay watched. */
         flat->incomplete = flat->backward.arrived_count > 0 ||
                            (flat->incomplete && flat->closed == tree->backward.number);
         if ((flat->backward.arrived_count > 0 && fsdpc_py_finish_unit(flat) < 0) ||

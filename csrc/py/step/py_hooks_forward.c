@@ -40,7 +40,7 @@ set_in_pass(fsdpc_py_tree *tree, bool in_pass)
     return 0;
 }
 
-/* Returns true if this pass calls check_gathered. The check takes 0.5 us a unit, so few passes make it. */
+/* Returns true if the pass that begins is to call check_gathered: few do, as it takes 0.5 us a unit. */
 static bool
 looks_at_gathered(const fsdpc_py_tree *tree)
 {
@@ -59,7 +59,7 @@ take_over_changes(fsdpc_py_flat *flat, bool compares)
     return changed < 0 || touched < 0 ? -1 : 0;
 }
 
-/* Calls before_pass once, if it is set, to check modules and parameters that the program has registered. */
+/* Calls before_pass, if set, to check registered modules and parameters. Clears before_pass on success. */
 static int
 call_before_pass(fsdpc_py_tree *tree)
 {
@@ -299,7 +299,7 @@ fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t coun
         }
     }
     tree = flat->tree;
-    /* Under reentrant checkpointing, a backward that comes to a unit recomputes the unit before any hook. */
+    /* Under reentrant checkpointing, a recomputation is the first sign that a backward comes to the unit. */
     if (flat->graphless && tree->recompute && fsdpc_py_finish_those_passed(flat) < 0) {
         return -1;
     }
@@ -490,7 +490,7 @@ watch_outputs(fsdpc_py_hook *self, PyObject *inputs, PyObject *output)
     return hooked;
 }
 
-/* Units with modules that have not run get hooks on the outermost outputs: [Note: who stays], py_stay.c. */
+/* Registers hooks on the outermost outputs for units with modules that have not run: see py_stay.c. */
 static int
 watch_for_members(fsdpc_py_tree *tree, PyObject *inputs, PyObject *output)
 {

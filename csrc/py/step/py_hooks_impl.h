@@ -35,7 +35,7 @@ PyObject *fsdpc_py_companion(fsdpc_py_hook *self, enum fsdpc_py_hook_kind kind);
 
 /* Gives a tree to a unit without one, by calling on_unattached. Returns 0, or -1 with an exception. */
 int fsdpc_py_attach(fsdpc_py_flat *flat);
-/* *out replaces the forward's inputs or output; it stays NULL if nothing is replaced. */
+/* *out replaces the inputs (pre_forward) or the output (post_forward). NULL if nothing is replaced. */
 int fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count,
                          PyObject **out);
 int fsdpc_py_post_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count,
@@ -76,10 +76,10 @@ int fsdpc_py_finish_those_passed(const fsdpc_py_flat *next);
 int fsdpc_py_find_unwatched(fsdpc_py_flat *flat);
 /* Reduces the complete units whose turn it is. `at_end`: no further unit will become complete. */
 int fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end);
-/* Steps the units whose gradients are summed, if the optimizer steps in backward (py_hooks_step.c). */
+/* If the optimizer steps in backward, steps the units whose sums are complete (py_hooks_step.c). */
 int fsdpc_py_step_summed(fsdpc_py_tree *tree);
-/* Call this just before the gradients of `unit` are sent. Waits until the reduce slot that they take is free
- * (fsdpc_tree_make_room), then steps the units whose gradients are summed. */
+/* Call this just before the gradients of `unit` are sent. Waits until the reduce slot for these gradients is
+ * free (fsdpc_tree_make_room), then steps the units whose sums are complete. */
 int fsdpc_py_step_before(fsdpc_py_tree *tree, int unit);
 /* Steps the units that this backward has not stepped. Call it at the end, when gradients are shown. */
 int fsdpc_py_step_rest(fsdpc_py_tree *tree);

@@ -5,8 +5,8 @@
  * values, and a rank that uses them again in the same backward gets an error from the tree. A unit that some
  * rank did not run, or that has replicas or a communication hook, is stepped at the end of backward.
  *
- * On a GPU a step is queued on the caller's stream, after the stream's wait for the unit's sum. One rank
- * alone queues the step at once. Several ranks queue it just before another unit takes the same reduce slot.
+ * On a GPU a step is queued on the caller's stream, after the stream's wait for the unit's sum. In a group of
+ * one rank, the step is queued at once; in others, just before another unit takes the same reduce slot.
  * The last units step at the end of backward. So does a unit if this rank left some parameters of it unused.
  *
  * On a GPU the units' gradients share memory (grad_slots.h): a unit takes a slot before it is sent, and gives

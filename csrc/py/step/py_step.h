@@ -105,11 +105,11 @@ void fsdpc_py_range_close(PyObject *range);
  * or -1 with an exception: StateError if the gathered values were written to. */
 int fsdpc_py_mark(fsdpc_py_flat *flat);
 int fsdpc_py_mark_all(fsdpc_py_tree *tree);
-/* Call this when a pass (`pass_begins`) or a backward begins. If the optimizer has stepped, tensors that
- * autograd saved before the step become stale. */
+/* Call this when a pass (`pass_begins`) or a backward begins. If the optimizer has stepped, autograd refuses
+ * the gathered tensors that it saved before the step. */
 int fsdpc_py_detect_step(fsdpc_py_flat *flat, bool pass_begins);
-/* Returns whether autograd has counted a write to a sharded parameter, even one without elements, since the
- * last call: 1, 0, or -1 with an exception. */
+/* Returns whether autograd has counted a write to a sharded parameter since the last call: 1, 0, or -1 with
+ * an exception. A write to a parameter without elements counts as well. */
 int fsdpc_py_was_touched(fsdpc_py_flat *flat);
 /* Raises StateError if the current backward uses a value of the unit that has changed on this rank since the
  * latest forward. Returns 0, or -1. */
@@ -157,7 +157,7 @@ int fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded);
 long fsdpc_py_grad_version(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded);
 /* After a backward, notes which sharded gradients stand for gradients kept on this rank (no_sync). */
 int fsdpc_py_note_waiting(fsdpc_py_flat *flat);
-/* Discards gradients kept by no_sync if the user has zeroed, in place, the zeros that stand for them. */
+/* Discards gradients kept by no_sync if the user has zeroed .grad in place: see [Note: negative zeros]. */
 int fsdpc_py_drop_zeroed(fsdpc_py_flat *flat);
 
 /* --- py_listen.c ----------------------------------------------------------------------------- */

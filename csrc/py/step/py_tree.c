@@ -491,7 +491,7 @@ set_step_unit(fsdpc_py_tree *self, PyObject *value, void *closure)
     return 0;
 }
 
-/* Tells the other ranks that a parameter is trained from now on or, with `hook`, that this hook runs next. */
+/* Tells the other ranks that a parameter is trained from now on; if `hook` is not NULL, that it runs next. */
 static PyObject *
 tell(fsdpc_py_tree *self, const char *method, int unit, int param, const char *hook)
 {

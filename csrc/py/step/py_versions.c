@@ -33,7 +33,7 @@ read_version(const fsdpc_py_flat *flat)
     return value;
 }
 
-/* Raises StateError after a write to gathered values: it does not reach the shards, but maybe other ranks. */
+/* Raises StateError after a write to gathered values, which changes no shard but may reach other ranks. */
 static int
 check_unwritten(const fsdpc_py_flat *flat, long found)
 {
@@ -62,8 +62,8 @@ put_version(const fsdpc_py_flat *flat, long version)
     return result ? 0 : -1;
 }
 
-/* Sets the counter from `found` to `version`. If the optimizer steps between two passes, `version` is mostly
- * one or three more. Then torch increments the counter, which takes a third of the time of setting it. */
+/* Sets the counter from `found` to `version`. If the optimizer steps between two passes, the difference is
+ * mostly 1 or 3. Then torch increments the counter, which takes a third of the time of setting it. */
 static int
 set_version(const fsdpc_py_flat *flat, long found, long version)
 {
@@ -200,7 +200,7 @@ was_stepped(fsdpc_py_flat *flat, bool records)
     return trained > 0 && stepped == trained;
 }
 
-/* A step of only some parameters does not count: the step may be for another loss than the live graphs. */
+/* A step of only some parameters does not count: the graphs that still exist may be those of another loss. */
 int
 fsdpc_py_detect_step(fsdpc_py_flat *flat, bool pass_begins)
 {

@@ -208,8 +208,8 @@ has_elements(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
     return length > 0;
 }
 
-/* Returns whether the user wrote zeros into the gradient since the last backward. `empty`: the result for a
- * gradient without elements. */
+/* Returns whether the user wrote zeros into the gradient since the last backward. If the user wrote to a
+ * gradient without elements, returns `empty`. */
 static int
 was_zeroed(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded, bool empty)
 {
@@ -230,7 +230,7 @@ drop_if_zeroed(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded, bool empty)
     return zeroed;
 }
 
-/* Examines gradients without elements last, because the rest of the unit decides: [Note: negative zeros]. */
+/* Examines gradients without elements last, because the others decide about them: [Note: negative zeros]. */
 int
 fsdpc_py_drop_zeroed(fsdpc_py_flat *flat)
 {

@@ -37,7 +37,7 @@ typedef struct fsdpc_py_sharded {
     long param_version;
     long version;
     long broken;
-    /* The last state_of(param.__dict__) at which the dictionary held no backward optimizers, or 0. */
+    /* The last state_of(param.__dict__), see py_listen.c, at which it held no backward optimizers, or 0. */
     uint64_t without_optimizers;
     bool touched; /* the user has changed .grad since the last backward failed */
     bool waits;   /* `grad` stands for gradients that no_sync has kept on this rank */
@@ -46,7 +46,7 @@ typedef struct fsdpc_py_sharded {
     bool requires_grad; /* when last read */
     bool holds_nothing; /* all elements of the parameter are on other ranks */
     bool strided; /* `grad` is not row-major: the parameter is cut along dimension 1 or later */
-    bool cleared; /* .grad was None when this backward prepared the gradients */
+    bool cleared; /* .grad was None when fsdpc_py_prepare_grads last ran */
 } fsdpc_py_sharded;
 
 /* What a unit has done in the backward in progress; fsdpc_py_forget_backward empties this record afterwards.
@@ -56,7 +56,7 @@ typedef struct fsdpc_py_backward {
     bool unwatched; /* the backward has reached outputs of a forward whose inputs have no hooks */
     bool complete;  /* all gradients have arrived, but the values are still needed */
     bool prepared;  /* fsdpc_py_prepare_grads has run */
-    int open_calls; /* number of forwards whose outputs are reached, but not all watched inputs */
+    int open_calls; /* forwards whose outputs were reached, but not yet all watched inputs */
     int arrived_count;
 } fsdpc_py_backward;
 
@@ -92,13 +92,13 @@ typedef struct fsdpc_py_flat {
     int site_count;
     fsdpc_py_sharded *sharded;
     int sharded_count;
-    /* Buffers for the gradients of one reduction, per parameter. */
+    /* For the gradients of one reduction: arrays with an entry per parameter. */
     fsdpc_tensor *grads;
     fsdpc_py_view *views;
     PyObject **held;
     int installed; /* calls of fsdpc_py_install that have not been undone */
     bool in_pass;  /* a forward of the model runs, so sites show stand-ins in place of `sharded` */
-    /* Sites show the gathered tensors whenever the unit is gathered, whatever `installed` is. */
+    /* True if sites show the gathered tensors whenever the unit is gathered, even if `installed` is 0. */
     bool by_gather;
     /* Two tuples of a tensor that shares the version counter of the gathered tensors: `versions` has the
      * tensor once, `versions_thrice` three times. See [Note: versions] in py_versions.c. */
@@ -123,18 +123,19 @@ typedef struct fsdpc_py_flat {
      * frees graphs begins a new `era`; hooks of earlier eras are not counted. */
     int graphs;
     uint64_t era;
-    /* True if the unit's last gradient ever arrived in a backward inside the backward that entered the unit:
-     * see [Note: backwards inside a backward] in py_hooks_backward.c. */
+    /* True once the last of the unit's gradients has arrived in a backward inside the backward that entered
+     * the unit: see [Note: backwards inside a backward] in py_hooks_backward.c. */
     bool reentrant;
-    /* Which gathered tensors have a gradient hook: those of the module that runs first in forward,
-     * whose gradients come last, or all (see [Note: watched parameters] in py_hooks_backward.c). */
+    /* watched: indexes of the parameters whose gathered tensors have a gradient hook from the start, because
+     * their gradients are expected last. watch_all: all trainable gathered tensors have hooks. See
+     * [Note: watched parameters] in py_hooks_backward.c. */
     int *watched;
     int watched_count;
     bool watch_all;
     uint8_t *hooked;            /* per parameter: its gathered tensor has a gradient hook */
     struct fsdpc_py_hook *call; /* owned: record of the forward in progress, see py_hooks_impl.h */
     fsdpc_py_backward backward;
-    /* The next members are about the backward in progress, or about the last one. */
+    /* The fields below describe the backward in progress or, if there is none, the last backward. */
     bool withheld;       /* the backward began under no_sync (fsdpc_unit_withholds) */
     bool hold_installed; /* a backward holds the unit, and `installed` counts this hold */
     bool collected;      /* `grads` and `held` hold the gradients */
@@ -179,7 +180,7 @@ typedef struct fsdpc_py_tree {
     PyObject *set_versions, *increment_versions, *alias_inputs,
         *copy_outputs; /* see fsdpc/_engine/interop.py */
     PyObject *
-        nodes; /* torch's dictionary of pytree nodes by type; NULL without torch, as are the above */
+        nodes; /* torch's dictionary from a type to its pytree node; NULL without torch, as the above */
     /* A dictionary that tells if a profiler runs, and the class torch.profiler.record_function. */
     PyObject *profiler, *record;
     /* transforms_active: returns whether a transform of torch.func is active. inner_tensors: returns the
@@ -208,13 +209,13 @@ extern fsdpc_py_names fsdpc_py_name;
 
 /* Call this if the program may have written the unit's values since the last pass: see fsdpc_tree_touch. */
 void fsdpc_py_touch(const fsdpc_py_flat *flat);
-/* Ends a collective call of the unit's ranks. Returns None if `status` is FSDPC_OK, after a call of
- * fsdpc_tree_meet; else raises the exception for `status` and returns NULL. */
+/* Call this at the end of a collective call of the unit's ranks. If `status` is FSDPC_OK, calls
+ * fsdpc_tree_meet and returns None. Otherwise raises the exception for `status` and returns NULL. */
 PyObject *fsdpc_py_met(const fsdpc_py_flat *flat, int status);
 
 int fsdpc_py_make_names(void);
 
-/* Sets *out to the unit of `object`, a borrowed reference. Returns 0, or -1 with TypeError. */
+/* Sets *out to `object` if that is a FlatParameter; the reference is borrowed. 0, or -1 with TypeError. */
 int fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out);
 
 /* Returns the tensor with this rank's memory of a parameter or gradient that the optimizer sees: the local
@@ -260,7 +261,8 @@ int fsdpc_py_use_tree(fsdpc_py_tree *tree, fsdpc_py_use *use);
 /* Ends a use. When the last use ends, calls the gates' `late` for the work that was deferred meanwhile. Keeps
  * the exception that is set. */
 void fsdpc_py_end_use(fsdpc_py_use *use);
-/* Enter and leave only the unit's gate, without a wait or a reference. StateError if another thread is in. */
+/* Enter and leave only the unit's gate, without a wait or a reference. fsdpc_py_try_flat returns 0, or -1
+ * with StateError if another thread uses the unit. */
 int fsdpc_py_try_flat(fsdpc_py_flat *flat);
 void fsdpc_py_leave_flat(fsdpc_py_flat *flat);
 /* Call these before and after freeing a tree that is not in use: in between, other threads wait at the gates

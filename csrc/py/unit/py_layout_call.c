@@ -3,7 +3,7 @@
  */
 #include "py/unit/py_layout.h"
 
-enum { MAX_WORLD = 1 << 17 }; /* each rank has a row in the result */
+enum { MAX_WORLD = 1 << 17 }; /* limits the result, which has a row per rank */
 
 struct request {
     fsdpc_py_specs list;

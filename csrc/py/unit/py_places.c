@@ -1,6 +1,6 @@
 /* places() returns bytes that say where tensors lie; at_places() compares tensors with such bytes. The bytes
  * hold each object's address, and the address, dtype, shape and strides of its memory on this rank. A program
- * may give any tensor other memory between two steps. So a step checks all its tensors, which must be fast.
+ * may give any tensor other memory between two steps. So a step checks all its tensors. This must be fast.
  */
 #include <string.h>
 

@@ -47,8 +47,8 @@ class UnitEntry:
 
 @dataclass
 class ShardedParam:
-    """A parameter of the optimizer (``param``). ``covers``: the indices in the unit of the original
-    parameters whose elements ``param`` has.
+    """A parameter of the optimizer (``param``), which has elements of one or several original
+    parameters. ``covers``: the indices of these original parameters in the unit.
     """
 
     of: UnitEntry
@@ -92,8 +92,8 @@ class ShardedParam:
         return (self.span(rank).count,)
 
     def check_cut(self, name: str) -> None:
-        """Raise ``NotImplementedError`` if the state belongs to a flat parameter of bytes whose
-        original parameters have elements of several bytes.
+        """Raise ``NotImplementedError`` if this is a flat parameter of bytes whose original
+        parameters have elements of several bytes. ``name``: the state's name, for the message.
         """
         unit = self.of.unit
         wide = [i for i in self.covers if unit.items[i] > 1]

@@ -96,8 +96,8 @@ def _table(state: State | str | None, name: str) -> torch.Tensor | None:
 
 
 def _plan(sharded: ShardedParam, outlines: list[Any]) -> Plan | None:
-    """Return an empty plan, or None if the parameter has no state. ``outlines``: the outline of
-    each rank's state.
+    """Return a plan without values, or None if the parameter has no state. ``outlines``: the
+    outline of each rank's state.
     """
     ranks = [rank for rank in range(len(outlines)) if sharded.span(rank).count > 0]
     ranks = ranks or list(range(len(outlines)))

@@ -1,8 +1,8 @@
 """Conversion of an unsharded model's optimizer state dict to this rank's shard of the state.
 
-A value has one of three sources: this rank's dict, rank 0's dict, or the rows of a distributed
-value on the ranks. Values of rank 0's dict are broadcast one by one, in the same order on all
-ranks. Each value is cut to this rank's elements before the next value is fetched.
+A value has one of three sources: this rank's dict, rank 0's dict, or a distributed value, whose
+rows are gathered from the ranks. Values of rank 0's dict are broadcast one by one, in the same
+order on all ranks. Each value is cut to this rank's elements before the next value is fetched.
 """
 
 from __future__ import annotations

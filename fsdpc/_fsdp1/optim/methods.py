@@ -306,11 +306,12 @@ class OptimStateDicts:
         """Return an unsharded model's optimizer state dict with ids converted to names, or names to
         ids. Local.
 
-        The ids are those of ``optim``, or those of an optimizer over ``optim_input`` (by default
-        ``model.parameters()``; with flat parameters, the unsharded model's parameters). A dict
-        whose keys have the requested type already is returned unchanged. ``ValueError``: the dict
-        has keys of both types. ``AssertionError``: the type is not an ``OptimStateKeyType``.
-        ``RuntimeError``: a parameter has several names.
+        The ids are those of ``optim``, or those of an optimizer over ``optim_input``. If neither
+        is given, the ids are those of an optimizer over the unsharded model's ``parameters()``. A
+        dict whose keys have the requested type already is returned unchanged. ``ValueError``: the
+        dict has keys of both types. ``AssertionError``: the type is not an ``OptimStateKeyType``.
+        ``RuntimeError``: ``optim`` or ``optim_input`` is given for a model with flat parameters,
+        each of which has several names.
         """
         _warn_of_input(optim_input)
         _check_order("rekey_optim_state_dict(optim_state_dict, type, model)", model, optim)

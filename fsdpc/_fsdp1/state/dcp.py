@@ -42,8 +42,8 @@ def attach() -> None:
 def class_for(model: nn.Module) -> Any:
     """Return the class of the units in ``model``, or torch's class if there are no units. Local.
 
-    ``RuntimeError``: the model has units of both classes, and no single call makes the state dicts
-    of both.
+    ``RuntimeError``: the model has units of fsdpc's class and of torch's class. No single call can
+    make the state dicts of both.
     """
     if not unit_modules(model):
         return TorchFSDP
@@ -66,8 +66,9 @@ class Names:
 
     @contextmanager
     def state_dict_type(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Do what torch's method does. A dict to load into fsdpc's units may contain only one name
-        of a tied parameter, because torch's module drops the other names when it broadcasts a dict.
+        """Do what torch's method does. A dict that is loaded into fsdpc's units needs only one of
+        the names of a tied parameter, because torch's module drops the other names when it
+        broadcasts a dict.
         """
         members = unit_modules(module)
         with class_for(module).state_dict_type(module, *args, **kwargs):

@@ -51,8 +51,8 @@ def check_shown(member: Any) -> None:
 
 
 def show(member: Any, to: torch.device | None = None) -> None:
-    """Register private full copies of the parameters, on the unit's device or ``to``. Collective
-    over the sharding group.
+    """Register private full copies of the parameters, on the device ``to`` (default: the unit's
+    device). Collective over the sharding group.
     """
     if member._unit is not None and not member._summoned:
         expose(member, member._unit.gather_full(to))

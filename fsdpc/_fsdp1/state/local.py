@@ -21,7 +21,7 @@ from fsdpc._spans.rows import dtype_of, sharded_tensor
 from fsdpc._torch import EnumerableShardingSpec, ShardedTensor
 
 # The shards do not have torch's sizes, so a value's spec lists the sizes. ``torch.load`` with
-# ``weights_only=True`` accepts this class of specs only if it is allowed here.
+# ``weights_only=True`` accepts only allowed classes, so allow the class of such specs.
 torch.serialization.add_safe_globals([EnumerableShardingSpec])
 
 

@@ -105,7 +105,8 @@ def before_load(
     member: Any, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> None:
     """Register this rank's rows, and put this rank's rows of the loaded values into ``state_dict``.
-    Collective over the sharding group, and over the mesh of a DTensor with other placements.
+    Collective over the sharding group. If a loaded value is a DTensor with other placements than
+    the saved ones, the call is also collective over the mesh of this DTensor.
 
     A value of another type or shape is skipped and reported in ``error_msgs``.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdpc.plan.model import Setup
 
-# The first task with a model for the configuration is taken, so the most usual ones come first.
+# The first task with a model for the configuration is taken, so the most usual tasks come first.
 _TASKS = ("Seq2SeqLM", "SpeechSeq2Seq", "MaskedLM", "CausalLM", "ImageTextToText", "PreTraining",
           "CTC", "ImageClassification")  # fmt: skip
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -143,7 +143,7 @@ _WITH_LABELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMa
 
 
 def experts_of(config: Any) -> tuple[int, int]:
-    """Return the experts of a layer, and how many of them a token uses; zeros for a dense model."""
+    """Return how many experts a layer has, and how many a token uses; zeros for a dense model."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = next((n for n in (getattr(text, k, None) for k in _EXPERTS) if n), 0)
     used = getattr(text, "num_experts_per_tok", 0) or 0

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from fsdpc._torch import TorchDispatchMode, TorchFunctionMode, fake_tensors, tree_leaves
 
 aten = torch.ops.aten
-SMALL = 1 << 16  # most elements of a tensor that has values
-PROBED = 1 << 28  # about the most bytes of real tensors in a run that measures a kernel's workspace
+SMALL = 1 << 16  # a tensor with more elements than this has no values
+PROBED = 1 << 28  # rough limit of the bytes of real tensors when a kernel's workspace is measured
 _COUNTING = {aten.arange, aten.linspace, aten.logspace, aten.scalar_tensor}
 _FILLED = {aten.zeros, aten.ones, aten.full, aten.randint, aten.randperm, aten.empty}
 
@@ -66,7 +66,7 @@ def _not_compiled(model: Any = None, **options: Any) -> Any:
 
 class _Conversions:
     """The implementation of ``Module.to`` and similar methods. Fake parameters cannot change in
-    place, so the entries of modules are replaced. A parameter that several modules share is
+    place, so new tensors replace them in modules. A parameter that several modules share is
     replaced by one new parameter.
     """
 
@@ -95,7 +95,7 @@ class _Conversions:
             self._latest[id(tensor)] = (
                 tensor,
                 new,
-            )  # keep the old one alive, so that its id is not used again
+            )  # keep the old tensor alive, so that its id is not used again
         return new
 
 

@@ -274,9 +274,9 @@ def attention_tensors(g: Geometry, setup: Setup) -> list[Saved]:
 
 
 def mlp_tensors(g: Geometry, setup: Setup) -> list[Saved]:
-    """Return the saved tensors of the MLP: gate, up, silu(gate) and the product of the last two,
-    each as wide as the MLP; without a gate, up and its activation. A model with experts saves the
-    router's weights, and ``expert_tensors`` tensors for each expert of a token.
+    """Return the saved tensors of the MLP, which have its width: gate, up, silu(gate) and the
+    product of up and silu(gate). An MLP without a gate saves up and its activation. A model with
+    experts saves the router's weights, and ``expert_tensors`` tensors for each expert of a token.
     """
     wide = Saved(g.ffn, item_of(setup))
     if not g.experts:
@@ -286,8 +286,8 @@ def mlp_tensors(g: Geometry, setup: Setup) -> list[Saved]:
 
 
 def block_tensors(g: Geometry, setup: Setup) -> list[Saved]:
-    """Return the tensors that a block saves for backward, in order: for each norm its input, 1/rms
-    in fp32 and the result, then the tensors of attention or MLP.
+    """Return the tensors that a block saves for backward, in the order: norm, attention, norm, MLP.
+    A norm saves its input, 1/rms in fp32 and its result.
     """
     hidden = Saved(g.hidden, item_of(setup))
     norm = [hidden, Saved(1, 4, False), hidden]
@@ -318,8 +318,9 @@ def packing_bytes(g: Geometry, setup: Setup) -> int:
 
 
 def offloaded(g: Geometry, setup: Setup) -> tuple[Away, list[int]]:
-    """Return the bytes of saved activations in each memory with ``activations.offload``, after the
-    forward of all blocks, and for each block the bytes that are not copied to the host.
+    """Return the memory of saved activations after the forward of all blocks, if they are offloaded
+    (``activations.offload``). Also return, for each block, the bytes that are not copied to the
+    host.
     """
     tokens = setup.micro_batch * setup.sequence
     plain = block_tensors(g, replace(setup, compress=""))
@@ -344,7 +345,7 @@ FUSED_CHUNK = 1024  # a fused loss holds the logits of this many tokens at a tim
 
 
 def build(g: Geometry, setup: Setup, wrap: str = "blocks") -> Model:
-    """Return the planner's model of a geometry, whose blocks are all equal. Only arithmetic."""
+    """Return the planner's model of a geometry, whose blocks are all equal. Nothing is traced."""
     g = part_of(g, setup)
     c, tokens = item_of(setup), setup.micro_batch * setup.sequence
     units, mlp = units_for(g, wrap), "gated" if g.gated else "plain"
@@ -457,7 +458,7 @@ def _moments(g: Geometry, setup: Setup, tokens: int, c: int, wrap: str) -> Itera
     rows = tokens if setup.loss == "unfused" else min(tokens, FUSED_CHUNK)
     logits, tail = rows * g.vocab * logit_bytes(setup), 3 * hidden
     outside = sum(p.numel for p in g.outside()) * c
-    held = 0 if wrap == "embeddings" else outside  # gradients, until backward ends
+    held = 0 if wrap == "embeddings" else outside  # gradients that live until backward ends
     for i in range(g.layers):
         yield Moment("forward", f"blocks.{i}", first[i] + hidden, kept[i])
     yield Moment("forward", "head and loss", logits + tail, logits + tail, logits=logits)

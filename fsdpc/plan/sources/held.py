@@ -104,7 +104,7 @@ def setup_of(comm: Any, replicate: Any, local: bool) -> Setup:
 
 
 def _reduced(plan: Unit, unit: Any, setup: Setup) -> Unit:
-    """Return ``plan``. If the user gave no dtype for gradients, the returned unit has the dtype in
+    """Return ``plan``. If the user gave no dtype for gradients, set ``reduce`` to the dtype in
     which this run sends them.
     """
     if unit.reduce_dtype is not None or setup.transport != "stream" or unit.param_dtype is None:

@@ -15,7 +15,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the storages that operators allocate while the mode is active. Storages of fake
     tensors count, too.
 
-    ``bytes``: the live bytes now. ``top``: the most live bytes since ``start``. Workspace that an
+    ``bytes``: the live bytes now. ``top``: the maximum since ``start``. Workspace that an
     operator allocates and frees by itself is not counted.
     """
 
@@ -23,7 +23,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.bytes = self.top = 0
         self._sizes: dict[int, int] = {}
-        self._known = [t.untyped_storage() for t in known]  # alive, so that no id is used twice
+        self._known = [t.untyped_storage() for t in known]  # keeps the ids from being used again
         self._ids = {id(storage) for storage in self._known}
 
     def start(self) -> None:

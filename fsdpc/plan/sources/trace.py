@@ -2,8 +2,8 @@
 
 Fake tensors have shapes and dtypes but no bytes. The model runs unsharded. Parameters are not
 counted, because the engine owns them. The whole gradients of a unit are freed when all of them are
-complete, as the engine packs them then. Every block is traced, because blocks that look alike may
-compute different things.
+complete, because the engine packs them at that time. Every block is traced, because blocks that
+look alike may compute different things.
 """
 
 from __future__ import annotations

@@ -69,8 +69,9 @@ def training_of(made: Any) -> _trace.Training:
 
 
 def policy_for(module: nn.Module, wrap: str) -> Any:
-    """Return a wrap policy by name: ``blocks`` (for the classes of repeated blocks), ``whole``
-    (None), or class names with commas between them. ``ValueError``: no module has such a class.
+    """Return the policy for ``wrap``: ``blocks`` (wraps the classes of repeated blocks), ``whole``
+    (the policy is None), or class names with commas between them. ``ValueError``: no module has
+    such a class.
     """
     classes = classes_for(module, wrap)
     return ModuleWrapPolicy(classes) if classes else None
@@ -123,8 +124,8 @@ def _splits_a_tie(module: nn.Module, kind: type[nn.Module]) -> bool:
 def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks", api: str = "") -> Model:
     """Return the planner's model of the training that ``factory`` makes. ``wrap``: a name for
     ``policy_for``, or a policy. ``api``: ``fully_shard``, or any other text for the wrapper class.
-    If the training has ``shard``, that function is planned instead. ``ValueError``: the factory
-    raises; the message names the line.
+    If the training has ``shard``, that function makes the units; ``wrap`` and ``api`` are unused.
+    ``ValueError``: the factory raises; the message names the line.
     """
     with faking():
         made = _made(factory)
@@ -179,7 +180,7 @@ def _made(factory: Factory) -> Any:
 def _step(
     run: _trace.Training, units: tuple[Unit, ...], setup: Setup
 ) -> tuple[tuple[Moment, ...], str]:
-    """Return the moments of a step, and, if there are none, the reason, else ""."""
+    """Return the moments of a step, and the reason why there are none ("" if there are some)."""
     nothing = "activations are not in the plan: "
     if run.inputs is None:
         return (), nothing + "no inputs were given"

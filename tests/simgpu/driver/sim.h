@@ -136,11 +136,12 @@ CUresult sim_push(int actor, const simgpu_work *work, sim_dep dep, const uint64_
 /* Runs work until piece number `time` of the actor is done; CUDA_ERROR_LAUNCH_TIMEOUT if the piece is
  * not done in time. */
 CUresult sim_demand(int actor, uint64_t time);
-/* Runs one piece of work on the way to piece number `time` of the actor. */
+/* Runs one piece of work for a caller that polls for piece number `time` of the actor. The policy may choose
+ * work that does not lead to that piece. */
 void sim_nudge(int actor, uint64_t time);
 CUresult sim_demand_all(void);
 /* With `wait`, waits until `at` is done. Without `wait`, returns CUDA_ERROR_NOT_READY if `at` is not done.
- * Once `at` is done, the processor observes `clock`. */
+ * When `at` is done, the processor observes `clock`. */
 CUresult sim_look(sim_dep at, const uint64_t *clock, bool wait);
 /* Lets the processor observe as done all work that this clock includes. */
 void sim_observe(const uint64_t *clock);
@@ -168,7 +169,8 @@ void sim_capture_record(int actor, sim_captured *event);
 /* Makes the stream part of the capture in which the event was recorded. */
 CUresult sim_capture_wait(int actor, const sim_captured *event);
 CUresult sim_capture_query(const sim_captured *event);
-/* Checks a call that may not be made while another stream captures, except in relaxed mode. */
+/* Refuses a call while a capture is in progress, unless the capture or the calling thread is in relaxed mode.
+ * A refusal makes the capture invalid. */
 CUresult sim_capture_unsafe(const char *call);
 CUresult sim_capture_copy(int actor, bool pinned);
 void sim_capture_reset(void);

@@ -13,7 +13,7 @@
 typedef struct member {
     bool in;
     uint64_t work;               /* pieces of work put on the stream during the capture */
-    uint64_t behind[SIM_ACTORS]; /* how much work of each stream comes before this stream's next */
+    uint64_t behind[SIM_ACTORS]; /* how much work of each stream this stream's next work follows */
 } member;
 
 static struct {

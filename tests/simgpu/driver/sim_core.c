@@ -11,7 +11,7 @@
 enum { PLANTS = 64, NAMES = 4096, REPORT_BYTES = 512 };
 
 /* The lock is recursive: work runs with the lock held, and takes the lock again to report a fault. A thread
- * waits only while it holds the lock once. */
+ * that waits for `changed` has taken the lock exactly one time. */
 static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 
@@ -97,7 +97,7 @@ sim_grow(void *block, int count, int *capacity, size_t bytes)
     return block;
 }
 
-/* Returns a copy of the text that is never freed, because histories of accesses point to the copy. */
+/* Returns a copy of the text. The copy is never freed, because histories of accesses point to it. */
 const char *
 sim_intern(const char *text)
 {
@@ -198,7 +198,7 @@ sim_forget_faults(void)
 }
 
 static bool initialised;
-static bool forked; /* a process that used the driver forked this process, which cannot use it */
+static bool forked; /* the driver cannot be used: this is a fork of a process that used it */
 
 /* The forking thread holds the lock, so the parent's helper thread is not in the middle of its work. The
  * child has no helper thread. It takes a new mutex and a new condition variable, because the old mutex

@@ -14,8 +14,8 @@ struct CUevent_st {
 static struct CUevent_st *events;
 static struct CUevent_st *destroyed; /* the events that cuEventDestroy took out of `events` */
 
-/* Returns the pointer in the list that points to the event, or the NULL at its end if the event is not
- * there. */
+/* Returns the address of the list's link that points to the event. If the event is not in the list, returns
+ * the address of the last link, which is NULL. */
 static struct CUevent_st **
 link_to(CUevent event)
 {

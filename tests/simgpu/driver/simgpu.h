@@ -30,7 +30,7 @@
  * SIMGPU_HOST are held back until something demands their work, and then run in the order of the list.
  * Streams that are not in the list are held back, too. */
 enum { SIMGPU_HOST = -1 };
-void simgpu_policy_eager(void); /* runs work at once, where that is legal */
+void simgpu_policy_eager(void); /* runs work as soon as what it waits for is done */
 void simgpu_policy_lazy(void);  /* runs only demanded work; the default */
 void simgpu_policy_random(uint64_t seed);
 void simgpu_policy_order(const int *streams, int count);
@@ -77,14 +77,14 @@ int64_t simgpu_calls(const char *entry);
 
 typedef struct simgpu_options {
     bool vmm;     /* virtual memory management exists; true unless $SIMGPU_NO_VMM is set */
-    bool foreign; /* memory that the driver did not give may be accessed; false by default */
+    bool foreign; /* work may access memory that the driver did not allocate; false by default */
     bool abort_on_report; /* abort() at the first race or fault; $SIMGPU_ABORT sets this, too */
     bool quiet;           /* reports are kept but not printed */
     bool verify;          /* check kernels with sim_verify.c; slow; $SIMGPU_VERIFY sets this, too */
     int driver_version;   /* 13000 by default */
     int devices;          /* 1 by default */
     size_t memory_bytes;  /* the device's memory; 1 GiB by default */
-    size_t foreign_bytes; /* how much of memory_bytes contexts and libraries use; 0 by default */
+    size_t foreign_bytes; /* part of memory_bytes used by contexts and libraries; 0 by default */
     size_t granule;       /* granularity of virtual memory; 2 MiB, or $SIMGPU_GRANULE */
     bool forks;           /* a forked child may use the driver; false by default, as on a GPU */
     double stall_s;       /* a wait for other ranks fails after this time; 30 by default */
@@ -152,7 +152,7 @@ typedef struct simgpu_work {
     void *context;
     enum simgpu_progress (*run)(void *context, simgpu_task *task);
     bool (*wanted)(void *context);
-    void (*drop)(void *context); /* (optional) called once, after the last run or at a reset */
+    void (*drop)(void *context); /* (optional) called when the work is done or will never run */
 } simgpu_work;
 /* A position in a stream's queue. A zero-initialised point is no position. */
 typedef struct simgpu_point {
@@ -164,8 +164,8 @@ typedef struct simgpu_point {
  * point of the work. */
 CUresult simgpu_enqueue(CUstream stream, const simgpu_work *work, simgpu_point *after);
 bool simgpu_point_done(const simgpu_point *point);
-/* Runs the work that leads to the point, as work that waits for the point would. Returns false if the point
- * is not reached. */
+/* Runs work until the point is reached, as a wait for the point would. Returns false if the point is not
+ * reached in time. */
 bool simgpu_point_demand(const simgpu_point *point);
 /* For libraries above the driver: simgpu_fault() reports a fault of the library, and simgpu_wake() wakes all
  * that wait for a change of state. */

@@ -414,8 +414,8 @@ nccl_enter(struct ncclComm *comm, const char *call)
     return FSDPC_NCCL_SUCCESS;
 }
 
-/* When the start of a communicator is over, even if it was given up, a thread of the real library writes the
- * communicator to the caller's variable once more. */
+/* When the start of a communicator is over, even if the start was given up, a thread of the real library
+ * writes the communicator to the caller's variable again. */
 static void
 be_born(struct ncclComm *comm)
 {
@@ -548,7 +548,7 @@ ncclCommDestroy(fsdpc_nccl_comm comm)
     return result;
 }
 
-/* Before an abort frees anything, it waits until all graphs are gone, or for stall_ms. */
+/* Before an abort frees anything, it waits until all graphs are gone, but not longer than stall_ms. */
 static void
 await_graphs(const struct ncclComm *comm)
 {

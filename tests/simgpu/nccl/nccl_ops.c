@@ -22,7 +22,7 @@ count_call(const nccl_call *call)
     nccl_counters.bytes_sent += (int64_t)(call->request.count * item * pieces);
 }
 
-/* Looks up the registration of the larger buffer, which has the data of all ranks. */
+/* Looks up the registration of the receive buffer, or of the send buffer of a reduce-scatter. */
 static void
 look_up(nccl_call *call)
 {
@@ -124,8 +124,8 @@ nccl_put_all(nccl_call *call)
     return result;
 }
 
-/* True if the buffers overlap in a way that is undefined. A send buffer may only be this rank's own part of
- * the result. */
+/* True if the buffers overlap in a way that is undefined. In place is allowed: the smaller buffer is this
+ * rank's part of the larger one, or both are the same. */
 static bool
 overlaps(const nccl_call *call)
 {
@@ -248,8 +248,8 @@ ncclBroadcast(const void *send, void *recv, size_t count, fsdpc_nccl_type type, 
                  (nccl_request){.kind = BROADCAST, .type = type, .root = root, .count = count});
 }
 
-/* All sends and receives of a group on one communicator are one collective. The first of these calls makes
- * the collective. */
+/* All sends and receives of a group on one communicator and stream are one collective. The first of these
+ * calls makes the collective. */
 static fsdpc_nccl_result
 transfer(fsdpc_nccl_comm handle, const char *send, char *recv, size_t bytes, int peer,
          fsdpc_cu_stream stream)

@@ -70,7 +70,7 @@ struct ncclComm {
     int rank, world, fd;
     bool blocking, stalled;
     size_t held_bytes; /* device memory that the communicator takes */
-    bool born;         /* the start is over */
+    bool born;         /* the communicator's start has ended */
     bool finalizing;
     struct ncclComm **out; /* where to write the communicator when it is born */
     nccl_segment *segment;
@@ -122,8 +122,8 @@ fsdpc_nccl_result nccl_misuse(struct ncclComm *comm, const char *format, ...)
 struct ncclComm *nccl_check(struct ncclComm *comm, const char *call);
 /* Returns the registration of the memory in which these bytes are, or NULL. Lock held. */
 const nccl_registration *nccl_registered(const struct ncclComm *comm, const void *at, size_t bytes);
-/* Checks a call before it does anything. Returns the communicator's error, which stays, or a misuse if
- * another call is in progress. Lock held. */
+/* Checks whether a call may begin. Returns the communicator's error if it has one (errors stay), or reports a
+ * misuse if another call is in progress. Lock held. */
 fsdpc_nccl_result nccl_enter(struct ncclComm *comm, const char *call);
 /* Waits until no call is in progress, and returns the communicator's state. Without the lock. */
 fsdpc_nccl_result nccl_await(struct ncclComm *comm);
@@ -132,7 +132,7 @@ size_t nccl_item(int type);
 
 /* nccl_register.c */
 enum nccl_window_state { NCCL_WINDOW_NONE, NCCL_WINDOW_WAITS };
-/* Ends the window that is in progress, once all ranks have asked for it. Lock held. */
+/* Makes the window whose registration is in progress, if all ranks have asked for it. Lock held. */
 enum nccl_window_state nccl_window_look(struct ncclComm *comm);
 
 /* nccl_ops.c */

@@ -82,7 +82,8 @@ def watched(drain: bool = True) -> Iterator[None]:
     With `drain`, the work that is held back runs at the end. Pass drain=False if other ranks may
     have ended early, because work that waits for them never runs. Operators are watched unless
     `FSDPC_TEST_WATCH` is 0. The harness sets that variable to 0 in the modules of `UNWATCHED`
-    (applies.py) and, if `FSDPC_TEST_WATCHED` is set, in all modules that it does not name.
+    (applies.py). If `FSDPC_TEST_WATCHED` is set, the harness also does so in all modules that
+    `FSDPC_TEST_WATCHED` does not name.
     """
     if not simgpu.is_on():
         yield
