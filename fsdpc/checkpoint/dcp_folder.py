@@ -95,6 +95,9 @@ class Folder:
         metadata = self._read_index(trust)
         try:
             self._paths = dict(metadata.planner_data or {})
+            for name, keys in self._paths.items():
+                if ".".join(map(str, keys)) != name:
+                    raise CheckpointError(f"{path / INDEX} is damaged: {name!r} stands at {keys!r}")
             self._stored = {
                 name: _without_doubles(form) if isinstance(form, TensorStorageMetadata) else None
                 for name, form in metadata.state_dict_metadata.items()

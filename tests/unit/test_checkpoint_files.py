@@ -1697,6 +1697,10 @@ WRONG_FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
         "the parts of 'model.one.weight' have 0 elements, the tensor has 35",
     ),
     "no place": (index_with(lambda index: index.storage_data.clear()), "has no place of"),
+    "a name at another place": (
+        index_with(lambda i: i.planner_data.update({"model.one.bias": ("model", "one>bias")})),
+        r"is damaged: 'model.one.bias' stands at \('model', 'one>bias'\)",
+    ),
     "a cut file": (cut_file, "the file was cut"),
     "a missing file": (lambda folder: next(folder.glob("*.distcp")).unlink(), "is missing"),
     "leaves the folder": (index_with(leave), "which is not in its folder"),
