@@ -156,7 +156,7 @@ done:
     return status;
 }
 
-/* Fails while another collective runs, because a call from a thread or callback would mix both's bytes. */
+/* Fails while another collective runs, because two collectives at a time would mix their bytes. */
 int
 fsdpc_comm_enter(fsdpc_comm *comm, const char *what)
 {

@@ -118,7 +118,7 @@ maps(struct fsdpc_cuda *cuda, int handle_types, unsigned char rdma_capable)
            cuda->granule > 0 && shows_twice(cuda);
 }
 
-/* First tries with shareable handles and RDMA, which collectives need to register memory; then without. */
+/* Tries shareable handles with RDMA first, because NCCL registers such memory. Then tries plain handles. */
 static bool
 try_virtual_memory(struct fsdpc_cuda *cuda)
 {

@@ -1,5 +1,5 @@
-/* Waits of the host for the streams of a "stream" exchange. A wait fails when a communicator of the exchange
- * has failed. The file also counts the bytes that were sent. */
+/* The functions by which the host waits for the streams of a "stream" exchange. They fail when a communicator
+ * of the exchange has failed. The file also counts the bytes that were sent. */
 #include <string.h>
 
 #include "exchange/exchange_stream_impl.h"

@@ -77,7 +77,7 @@ post(fsdpc_exchange *x, struct fsdpc_wire_reduce *to)
     return FSDPC_OK;
 }
 
-/* Sums, over the ranks of this host, the pieces of this rank and of the ranks that this rank carries. */
+/* Sums this rank's pieces, and those of the ranks whose carrier this rank is, over the ranks of this host. */
 static int
 sum_host(fsdpc_exchange *x, struct fsdpc_wire_reduce *to, int slot)
 {

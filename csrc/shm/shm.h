@@ -88,8 +88,9 @@ typedef struct fsdpc_wait {
  * `deadline_ns` is on CLOCK_MONOTONIC (fsdpc_shm_deadline). Spurious returns are allowed: callers loop. */
 int fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
                         const fsdpc_wait *what);
-/* The two halves of fsdpc_shm_wait_word, for callers that publish that they sleep: waking a rank that only
- * spins needs no system call. fsdpc_shm_spin returns true if *word has changed. */
+/* The two halves of fsdpc_shm_wait_word. Between them a caller can publish that it will
+ * sleep: only to wake a rank that sleeps, other ranks need a system call. fsdpc_shm_spin returns true if *word
+ * has changed. */
 bool fsdpc_shm_spin(const fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old);
 int fsdpc_shm_sleep_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
                          const fsdpc_wait *what);

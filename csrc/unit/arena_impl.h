@@ -23,7 +23,7 @@ struct fsdpc_arena {
     uint64_t spare_count;
 };
 
-/* True if the range in host memory shows its slot. */
+/* True if the addresses of the range, which is in host memory, are mapped to its slot. */
 static inline bool
 fsdpc_range_is_shown(const fsdpc_range *range)
 {

@@ -30,10 +30,10 @@ def asked() -> bool:
 
 
 def applies(member: Any) -> bool:
-    """Return whether a forward of ``member``, in eval mode with the variable set, runs in full
-    precision. The condition is that an instance in the model has a ``param_dtype``. There are two
-    exceptions: ``member`` is summoned, or the forward belongs to a training pass of the root, whose
-    inputs have low precision. Local.
+    """Return whether a forward of ``member`` runs in full precision. ``member`` is in eval mode,
+    and FSDP_USE_FULL_PREC_IN_EVAL is set. The forward does so if an instance in the model has a
+    ``param_dtype``, with two exceptions: ``member`` is summoned, or a training pass of the root is
+    in progress, which has cast its inputs to low precision. Local.
     """
     if member._summoned:
         return False

@@ -164,8 +164,8 @@ class StreamReader:
 
     def _tensor(self, bucket: int, form: list[Any]) -> Tensor:
         """Return a tensor of a bucket. The tensor has its own private mapping of its bytes in the
-        slot. Later writes of the training run would be visible in this mapping until ``_give_back``
-        copies the pages.
+        slot. If the training run writes to the slot again, the mapping shows the new bytes, unless
+        ``_give_back`` has copied the pages before.
         """
         names, type_name, shape, offset = form
         dtype = dtype_of(type_name, names[0])

@@ -1,5 +1,5 @@
-/* Declarations that the files probe_kernels*.c share. They turn Python arguments into arrays of a dtype, and
- * into the kernel table or device that runs a kernel on these arrays. */
+/* Declarations that the files probe_kernels*.c share: functions that turn Python arguments into arrays of a
+ * dtype, and functions that turn them into the kernel table or the device for these arrays. */
 #ifndef FSDPC_PROBE_KERNELS_H
 #define FSDPC_PROBE_KERNELS_H
 

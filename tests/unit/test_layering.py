@@ -171,8 +171,8 @@ def private_headers_stay_in_their_folder(file: str, text: str) -> Iterator[str]:
 
 
 def headers_declare_their_own_folder(file: str, text: str) -> Iterator[str]:
-    """A header may only declare what its own folder defines. Otherwise a file of a low folder could
-    include a header of a low folder that declares functions of a higher folder, and call them.
+    """A header may only declare what its own folder defines. Otherwise a header of a low folder
+    could declare functions of a higher folder, and files of the low folder could call them.
     """
     for name in sorted(names_declared(code(text))) if file.endswith(".h") else ():
         if str(Path(file).parent) not in (homes := folders_of_names().get(name, set())):

@@ -154,9 +154,9 @@ class _Recorder:
 
 
 def trace(run: Training, units: dict[str, list[nn.Parameter]], cast: Any = None) -> list[Moment]:
-    """Return the moments of one forward and backward. ``units``: parameters by the name of the
-    unit's module. ``cast``: the dtype of floating inputs. All tensors must be fake. Afterwards the
-    gradients of all parameters are None. Local. Exceptions of the model's forward are not caught.
+    """Return one forward and backward as a list of ``Moment``. ``units``: parameters by the name of
+    the unit's module. ``cast``: the dtype of floating inputs. All tensors must be fake. Afterwards
+    the gradients of all parameters are None. Local. Exceptions of the forward are not caught.
     """
     recorder = _Recorder(units)
     owned = [*run.model.parameters(), *run.model.buffers()]
