@@ -140,7 +140,7 @@ int fsdpc_comm_ranks_per_host(const fsdpc_comm *comm);
 /* `what` (e.g. "gather of unit layers.3") goes into error texts and is borrowed for the call. all_gather:
  * rank r passes its piece at buffer + r * piece_bytes, and afterwards has the pieces of all ranks.
  * reduce_scatter: each rank passes `world` pieces; afterwards piece `rank` holds the sum over the ranks,
- * and the other pieces are unspecified. Kinds that sum low precision types in F32 round once. */
+ * and the other pieces are unspecified. Sums of low precision types in F32 (see above) are rounded once. */
 int fsdpc_comm_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
 int fsdpc_comm_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel,
                               fsdpc_dtype dtype, const char *what);

@@ -113,7 +113,7 @@ int fsdpc_optim_step8(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *te
 int fsdpc_optim_edges8(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count);
 
 /* Makes a step of tensors in a device's memory, on the device's current stream (optim_device.c). `how` says
- * which of the functions above this one replaces. The results differ only in the payload of NaNs.
+ * which function above it replaces. Its results differ from that function's only in the payload of NaNs.
  * `steps`: for each tensor, the address in the device's memory of the number of steps done. Tensors may share
  * an address, and the step is then counted once. tensor->step is not read. Values for which `control` has no
  * address are taken from the rule. `scratch` is count * FSDPC_STEP_SCRATCH bytes of the device, in use until

@@ -88,9 +88,9 @@ typedef struct fsdpc_wait {
  * `deadline_ns` is on CLOCK_MONOTONIC (fsdpc_shm_deadline). Spurious returns are allowed: callers loop. */
 int fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
                         const fsdpc_wait *what);
-/* The two halves of fsdpc_shm_wait_word. Between them a caller can publish that it will
- * sleep: only to wake a rank that sleeps, other ranks need a system call. fsdpc_shm_spin returns true if *word
- * has changed. */
+/* The two halves of fsdpc_shm_wait_word. Between them a caller can publish that it will sleep. Then other
+ * ranks make a system call only to wake a rank that sleeps, and none for a rank that still spins.
+ * fsdpc_shm_spin returns true if *word has changed. */
 bool fsdpc_shm_spin(const fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old);
 int fsdpc_shm_sleep_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
                          const fsdpc_wait *what);

@@ -95,7 +95,7 @@ land(fsdpc_unit *unit)
     return status;
 }
 
-/* Begins the first flight. The other replicas send this replica's share; it lands where the shares begin. */
+/* Begins the first flight. The other replicas' sums of this replica's share land where the shares begin. */
 static int
 begin_scatter(fsdpc_unit *unit)
 {

@@ -201,7 +201,7 @@ class Channel:
                 )
 
     def _absent(self, keys: list[str], first: int = 0) -> list[int]:
-        """Return the ranks whose keys are missing. Bisection is fast if only few are missing."""
+        """Return the ranks whose keys are missing. Bisection is fast if few are missing."""
         if self._store.check(keys):
             return []
         half = len(keys) // 2

@@ -36,7 +36,7 @@ def known(kind: type) -> bool:
 
 
 def instead(kind: type) -> str | None:
-    """Return the name of the class in ``fsdpc.optim`` that is part of the name of ``kind``.
+    """Return the class name of ``fsdpc.optim`` that occurs in the name of ``kind``.
 
     None if there is no such class. Local.
     """

@@ -177,8 +177,8 @@ class State:
         self._summing = None if hook is None else partial(sum_and_call, hook, stream)
 
     def watch_hooks(self, modules: Iterable[nn.Module]) -> None:
-        """Let each forward check whether these modules have backward hooks. If they have some, the
-        unit stays gathered in backward as long as these hooks may run.
+        """Let each forward check whether these modules have backward hooks, or whether there are
+        global ones. If so, the unit stays gathered in backward as long as these hooks may run.
         """
         modules = list(modules)
         for other in self._others:

@@ -96,8 +96,8 @@ class Folder:
         try:
             self._paths = dict(metadata.planner_data or {})
             for name, keys in self._paths.items():
-                if ".".join(map(str, keys)) != name:
-                    raise CheckpointError(f"{path / INDEX} is damaged: {name!r} stands at {keys!r}")
+                if not keys or ".".join(map(str, keys)) != name:
+                    raise self._misplaced(name, keys)
             self._stored = {
                 name: _without_doubles(form) if isinstance(form, TensorStorageMetadata) else None
                 for name, form in metadata.state_dict_metadata.items()
@@ -114,15 +114,23 @@ class Folder:
         self._reader.set_up_storage_reader(metadata, True)
         self._kept = _Kept()
 
+    def _misplaced(self, name: str, keys: Any) -> CheckpointError:
+        return CheckpointError(f"{self.path / INDEX} is damaged: {name!r} stands at {keys!r:.200}")
+
     def tree(self) -> dict[str, Any]:
         """Return the saved dict, with ``Stored`` and ``Pickled`` objects in place of its values."""
         root: dict[Any, Any] = {}
         for name, form in self._stored.items():
-            *parents, last = self._paths.get(name, (name,))
-            place = root
-            for key in parents:
-                place = place.setdefault(key, {})
-            place[last] = self._leaf(name, form)
+            *parents, last = keys = self._paths.get(name, (name,))
+            place, leaf = root, self._leaf(name, form)
+            try:
+                for key in parents:
+                    place = place.setdefault(key, {})
+                alone = place.setdefault(last, leaf) is leaf
+            except (AttributeError, TypeError) as error:  # a value stands where a dict must be
+                raise self._misplaced(name, keys) from error
+            if not alone:
+                raise self._misplaced(name, keys)
         if isinstance(root.get(KEYS), Pickled):
             try:
                 keys = {path: (own, counts) for path, own, counts in root.pop(KEYS).get()}

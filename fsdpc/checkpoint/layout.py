@@ -104,7 +104,7 @@ class Layout:
 
 def file_dtype(entry: Entry, cast: torch.dtype | None) -> torch.dtype:
     """Return the dtype of an entry in the file. ``cast``, if it is given, is the dtype of all
-    float entries that are not ``exact``. Other entries keep their own dtype.
+    entries of 16-, 32- or 64-bit floats that are not ``exact``. Other entries keep their dtype.
     """
     casts = cast is not None and can_cast(entry.dtype) and not entry.exact
     return cast if casts else entry.dtype

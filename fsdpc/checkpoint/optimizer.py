@@ -232,8 +232,8 @@ def _local(value: Any) -> Any:
 
 
 def _outline(each: StateRow, numbers: set[str]) -> tuple[int, dict[str, list[Any]]]:
-    """Return how many elements of the row's parameters this rank has, and a list that describes
-    each value of their state: the kind, and what must be equal on all ranks (such as the dtype).
+    """Return how many elements of the row's parameters this rank has, and a list for each value of
+    their state: the kind, and what must be equal on all ranks (such as the dtype).
     """
     count = sum(count_of(spans) for _, spans in each.covers)
     form: dict[str, list[Any]] = {}

@@ -84,7 +84,9 @@ def read_metrics(directory: AnyPath, steps: Iterable[int]) -> dict[int, float]:
 
 
 def named_latest(directory: AnyPath) -> int | None:
-    """Return the step that the file ``latest`` names, or None if the file names no step. Local."""
+    """Return the step that the file ``latest`` names. Return None if the file is missing or names
+    no step. Local.
+    """
     try:
         match = _NAME.fullmatch((directory / LATEST).read_text().strip())
     except (OSError, UnicodeDecodeError):

@@ -31,8 +31,8 @@ _NAME = "fsdpc-upload"
 @dataclass
 class Direct:
     """A save that is written directly to its target. ``local``: the folder to write; ``published``,
-    ``links``: see ``Plan``; ``file_bytes``: the largest size of a file, unless the save sets
-    another size. The save calls this object when the folder is complete.
+    ``links``: see ``Plan``; ``file_bytes``: the largest size of a file with several tensors,
+    unless the save sets another size. The save calls this object when the folder is complete.
     """
 
     local: LocalPath

@@ -62,7 +62,7 @@ REPLICAS, BACKWARD = "unit/unit_replicas.c", "tree/tree_backward.c"
 #   afterwards, so the replica swaps the sum again.
 # - Both flights (sets of messages) of a swap have one key: equal keys match in posting order.
 # - The set-up of the slots has no barrier: rank 0 empties the slots before it begins a pass, and no
-#   rank takes a slot until each rank either began the pass or waits. Waits follow the set-up.
+#   rank takes a slot until each rank has begun the pass or waits. Waits follow the set-up.
 # - The begin of a pass wakes no rank: the rank that begins gathers the root at once. Its chunk is
 #   the last and wakes all. If the rank must wait before that, its wait wakes those that may act.
 # - A rank enters a barrier after a failure: the wait in the barrier checks for failures as well.

@@ -431,7 +431,7 @@ says_that_one_died(const char *text)
     return strstr(text, ") died while") || strstr(text, ") died during");
 }
 
-/* True if the text says only that a rank has left, although that rank ended with an error (the cause). */
+/* True if the text says that a rank has left, although that rank ended with an error, which is the cause. */
 static bool
 says_that_one_left(const sim_case *c, const sim_run *run, const char *text)
 {

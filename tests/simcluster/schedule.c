@@ -79,7 +79,8 @@ static struct {
     uint64_t random, until, changes_at[CHANGES];
     int change;
     uint64_t lowest; /* a priority below all others */
-    uint64_t points; /* calls of sim_point() by the victim; with case.place, only at such places */
+    uint64_t
+        points; /* calls of sim_point() by the victim; with case.place, only those at its places */
     int64_t stopped_until[SIM_RANKS], used_ns[SIM_RANKS];
     bool over[SIM_RANKS];
     int alive, naps; /* naps: how many naps there were at places where ranks may be held up */
@@ -772,7 +773,7 @@ begin_run(sim_run *run)
     }
 }
 
-/* Returns a number of points that no run reaches. (16 ranks that wait for a paused rank reach 28 million.) */
+/* Only a run that does not end reaches so many points. (16 ranks that wait for a paused rank: 28 million.) */
 static uint64_t
 most_points(const sim_case *c)
 {

@@ -140,7 +140,7 @@ host_memory_stays_with_the_host(void)
     REQUIRE_OK(fsdpc_arena_bind(arena, &range, slot));
     *(char *)range.address = 3;
     CHECK_ERROR(fsdpc_arena_bind(arena, &far, slot), FSDPC_E_INTERNAL, "different devices");
-    CHECK(*(char *)fsdpc_arena_slot_address(arena, slot) == 0); /* the slot is unchanged */
+    CHECK(*(char *)fsdpc_arena_slot_address(arena, slot) == 0); /* the range maps it privately */
     void *address = &address;
     CHECK_ERROR(fsdpc_device_reserve(cpu, 4096, &address), FSDPC_E_UNAVAILABLE, "device cpu");
     CHECK_ERROR(fsdpc_device_reserve(gpu, 4096, &address), FSDPC_E_INVAL, "not a multiple");

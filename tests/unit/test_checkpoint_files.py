@@ -1648,8 +1648,8 @@ def leave(index: Any) -> None:
 
 
 def attributes_of(module: str, name: str, attribute: str) -> Callable[[Path], None]:
-    """Return a function that changes an index of DCP. When the index is unpickled, pickle's opcode
-    BUILD sets an attribute of an allowed class or function.
+    """Return a function that changes an index of DCP, so that pickle's opcode BUILD would set an
+    attribute of an allowed class or function when the index is unpickled.
     """
     key = b"X" + struct.pack("<I", len(attribute)) + attribute.encode()
     target = f"c{module}\n{name}\n".encode()
@@ -1700,6 +1700,14 @@ WRONG_FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a name at another place": (
         index_with(lambda i: i.planner_data.update({"model.one.bias": ("model", "one>bias")})),
         r"is damaged: 'model.one.bias' stands at \('model', 'one>bias'\)",
+    ),
+    "a value where a dict is": (
+        index_with(lambda i: i.planner_data.update({"model.one.bias": ("model.one", "bias"),
+                                                    "model.one.weight": ("model.one",)})),
+        "is damaged: 'model.one.weight' stands at",
+    ),
+    "a name at no place": (
+        index_with(lambda i: i.planner_data.update({"": ()})), r"is damaged: '' stands at \(\)"
     ),
     "a cut file": (cut_file, "the file was cut"),
     "a missing file": (lambda folder: next(folder.glob("*.distcp")).unlink(), "is missing"),

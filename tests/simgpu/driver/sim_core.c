@@ -11,7 +11,7 @@
 enum { PLANTS = 64, NAMES = 4096, REPORT_BYTES = 512 };
 
 /* The lock is recursive: work runs with the lock held, and takes the lock again to report a fault. A thread
- * that waits for `changed` has taken the lock exactly one time. */
+ * that waits for `changed` has taken the lock exactly once. */
 static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 
