@@ -206,7 +206,7 @@ $(CDIR)/test_%_rows: $(CDIR)/test_%
 
 ctest-run: $(CPROGRAMS)
 	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1 TSAN_OPTIONS=halt_on_error=1 \
-	  TEST_JOBS=$(TEST_JOBS) RUN_WITH="$(RUN_WITH)" tests/c/run.sh $(CPROGRAMS)
+	  TEST_JOBS=$(TEST_JOBS) CC="$(CC)" RUN_WITH="$(RUN_WITH)" tests/c/run.sh $(CPROGRAMS)
 
 # Two programs at a time at most: each has ranks and threads of its own.
 JOBS := $(shell nproc 2>/dev/null || echo 2)

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs C test programs, $TEST_JOBS (1) at a time, each at most $TEST_TIMEOUT (300) s: run.sh PROGRAM...
-# An emulator that runs them is $RUN_WITH.
+# An emulator that runs them is $RUN_WITH; $CC is a compiler for the machine that they are compiled for.
 # Shows the output of those that fail or skip (and of the programs $SHOW), and closes with a count.
 if [ "$1" = --one ]; then
     name=$(basename "$2")

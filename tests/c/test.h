@@ -83,6 +83,14 @@ static _Atomic int test_failures, test_checks;
         }                                                                                     \
     } while (0)
 
+/* True if an emulator runs the program, see run.sh. The memory of the process is then also the emulator's. */
+static inline int
+test_is_emulated(void)
+{
+    const char *emulator = getenv("RUN_WITH");
+    return emulator && *emulator;
+}
+
 /* Ends the program as skipped, with the reason on one line. */
 __attribute__((unused)) static void
 test_skip(const char *reason)

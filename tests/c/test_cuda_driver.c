@@ -58,9 +58,11 @@ build(const char *file, const char *text)
     snprintf(source, sizeof source, "%s/%s.c", folder, file);
     FILE *out = fopen(source, "w");
     REQUIRE(out != NULL && fputs(text, out) >= 0 && fclose(out) == 0);
-    snprintf(command, sizeof command, "cc -shared -fPIC -o %s/%s.so %s", folder, file, source);
+    const char *cc = getenv("CC");
+    snprintf(command, sizeof command, "%s -shared -fPIC -o %s/%s.so %s", cc ? cc : "cc", folder,
+             file, source);
     if (system(command) != 0) {
-        test_skip("no compiler called cc to make a driver with");
+        test_skip("no compiler (CC, or cc) to make a driver with");
     }
     snprintf(source, sizeof source, "%s/%s.so", folder, file);
     setenv("FSDPC_LIBCUDA", source, 1);

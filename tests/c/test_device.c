@@ -150,7 +150,8 @@ memory_is_given_back(void)
         REQUIRE_OK(fsdpc_device_alloc(device, sizes[i % 3], &out));
         fsdpc_device_free(device, out, sizes[i % 3]);
     }
-    CHECK(mapped_pages() - before < 100); /* less than one page for each round */
+    CHECK(test_is_emulated() ||
+          mapped_pages() - before < 100); /* less than a page for each round */
 }
 
 /* --- threads ------------------------------------------------------------------------------- */
@@ -340,6 +341,9 @@ a_forked_child_starts_its_own_helpers(fsdpc_pool *pool)
     (void)pool;
     return;
 #endif
+    if (test_is_emulated()) { /* qemu 7.2 ends a child that starts threads */
+        return;
+    }
     struct marks marks = {0};
     fsdpc_pool_run(pool, 4, 1000, 10, mark, &marks);
     const pid_t child = fork();
