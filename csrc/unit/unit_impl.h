@@ -13,7 +13,7 @@ struct fsdpc_grads {
      * before each backward; the first sum of a backward sets it to true. */
     bool add;
     bool partial_any, local_any; /* whether `partial` and whether `local` hold gradients */
-    uint32_t sums;               /* how many sums were made into the target (grad.c) so far */
+    uint32_t sums;               /* how many sums were written to the target (grad.c) so far */
     /* One byte per parameter: some rank contributed a gradient since the last backward ended. */
     uint8_t *used;
     /* One byte per parameter: `local` holds a gradient of it. */

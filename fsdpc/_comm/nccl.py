@@ -171,7 +171,7 @@ def _new_ids() -> tuple[bytes, bytes, str]:
 
 def _exchange_hellos(channel: Channel, device: int, host: str) -> list[_Hello]:
     what = f"starting communicator {channel.name}"
-    with suppress(OSError, _C.CommError):  # without a board, stall tables say less of this rank
+    with suppress(OSError, _C.CommError):  # a stall table then says less about this rank
         _board.open_board()
     ids, version, failure, registers = (b"", b"", ""), "", None, False
     wanted = os.environ.get("FSDPC_NCCL_REGISTER", "1") != "0"

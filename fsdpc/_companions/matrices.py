@@ -80,7 +80,7 @@ def deal(
     has most of its elements, among the ranks whose load stays within a limit. The limit is the mean
     load, or the work of the largest matrix if that is more. If no rank stays within the limit, the
     matrix goes to the rank with the least load. With ``holders``, only ranks that have elements of
-    a matrix may own it, and the matrices that the fewest ranks have come first in the assignment.
+    a matrix may own it, and matrices of which few ranks have elements are assigned first.
     ``kept[i]`` is the owner of matrix i if this owner must not change, else None.
     """
     owners = [0 if owner is None else owner for owner in kept or [None] * len(work)]

@@ -166,15 +166,15 @@ class BlockOptimizer(SpannedOptimizer):
         return state
 
     def span_forms(self, param: Tensor) -> list[dict[str, Any]]:
-        """See the class. Local."""
+        """Described in the docstring of the class. Local."""
         raise NotImplementedError
 
     def span_owned(self, param: Tensor) -> list[set[str]]:
-        """See the class. Local."""
+        """Described in the docstring of the class. Local."""
         return [set() for _ in self._place(param).every]
 
     def span_states(self, param: Tensor) -> list[dict[str, Any]]:
-        """See the class. Local."""
+        """Described in the docstring of the class. Local."""
         state = self.state.get(param, {})
         held = iter(self._span_values(param, state) if state else ())
         found: list[dict[str, Any]] = []
@@ -193,7 +193,7 @@ class BlockOptimizer(SpannedOptimizer):
         return found
 
     def spans_counted(self, param: Tensor) -> list[bool]:
-        """See the class. Local."""
+        """Described in the docstring of the class. Local."""
         return [True] * len(self._place(param).every)
 
     def _span_values(self, param: Tensor, state: dict[str, Any]) -> Iterator[dict[str, Tensor]]:

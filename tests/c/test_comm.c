@@ -792,7 +792,7 @@ run_keys(int rank, ranks_run *run)
     fsdpc_comm_free(comm);
 }
 
-/* Blocking collectives of a communicator with sends and receives add in rank order, in all types. */
+/* If a communicator has sends and receives, its blocking collectives add in rank order, in all types. */
 static void
 run_now(int rank, ranks_run *run)
 {

@@ -75,7 +75,7 @@ class Model(nn.Module):
         self.gradient_checkpointing = False
 
     def gradient_checkpointing_enable(self) -> None:
-        """Enable torch's checkpoints by the method name that models of transformers have."""
+        """Enable torch's checkpoints. Models of transformers have a method of this name."""
         self.gradient_checkpointing = True
 
     def forward(self, x: Tensor, step: int = 0) -> Tensor:

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 class Torchs:
-    """Holds torch's classes. install() leaves them here: it replaces only names in modules."""
+    """Torch's classes. install() replaces names in modules only, so this class keeps them."""
 
     FSDP = public.FullyShardedDataParallel
     Scaler = scaler_home.ShardedGradScaler

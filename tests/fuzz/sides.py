@@ -31,7 +31,7 @@ Records = list[tuple[str, dict[str, Tensor]]]
 
 
 class Side:
-    """A program's view of a model, with the operations that both kinds of models support."""
+    """A program's view of a model, with the operations of sharded and of unsharded models."""
 
     def __init__(self, case: Case, model: nn.Module) -> None:
         self.case, self.model = case, model

@@ -82,7 +82,7 @@ def results_of(numbers, cut, **options):
     return results
 
 
-@functools.cache  # results without a fault, the same for all planted faults
+@functools.cache  # the results without a planted fault, which all planted faults need
 def outcomes_of(numbers, cut):
     return runs.fuzz(SEED, list(numbers), cut, 2).outcomes
 

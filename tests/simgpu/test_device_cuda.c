@@ -202,7 +202,7 @@ virtual_memory_must_show_a_piece_twice(void)
 {
     fsdpc_device *other;
     const int leaks = simgpu_leaks(NULL, 0);
-    /* Call 2 is the second mapping of memory with shareable handles, call 4 that of memory without them. */
+    /* The second mapping is call 2 for memory with shareable handles, and call 4 for memory without them. */
     for (int k = 2; k <= 4; k += 2) {
         REQUIRE(simgpu_fail("cuMemMap", k, CUDA_ERROR_NOT_SUPPORTED));
     }

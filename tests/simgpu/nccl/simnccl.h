@@ -23,7 +23,7 @@ typedef struct simnccl_options {
     int version; /* 22803 by default; the result of registering a window depends on it */
     int in_progress; /* calls on a non-blocking communicator take effect after so many polls; 1 by default */
     int stall_ms;     /* blocking waits for other ranks fail after this time; 30000 by default */
-    int window_error; /* the error of each window, and then of its communicator; 0: none */
+    int window_error; /* error of each window, then also of the window's communicator; 0: none */
     _Atomic bool aborts_end; /* true: end the aborts that SIMNCCL_ABORT_BLOCKS holds up */
     bool graphs_live;        /* graphs outlive their capture until simnccl_drop_graphs() */
     bool symmetric;          /* GPUs see each other's memory, for windows; true by default */
