@@ -144,7 +144,7 @@ class Unit(WholeValues):
         self.full = [self._make_full(i) for i in range(len(infos))]
         # Placeholders, which are in the modules while the unit is released or other units' forwards
         # run.
-        self.released = [self._stand_in(i) for i in range(len(infos))]
+        self.released = [self._placeholder(i) for i in range(len(infos))]
         self.flat_params: list[nn.Parameter] = []
         self.flat_places: dict[int, tuple[dict[str, Any], str]] = {}
         # For each sharded parameter: the parameter, the tensor over its gradient (None: the
@@ -246,7 +246,7 @@ class Unit(WholeValues):
             tensor.requires_grad_(self.trainable[i])
         return tensor
 
-    def _stand_in(self, i: int) -> ReleasedParameter:
+    def _placeholder(self, i: int) -> ReleasedParameter:
         full, info = self.full[i], self.infos[i]
         own = info.param if self.use_orig_params else None
         made = self.released_class(
@@ -375,8 +375,8 @@ class Unit(WholeValues):
             released = self.released[i]
             for module, attribute in info.sites:
                 if self.use_orig_params:
-                    stand_in = None if alone else released
-                    sites.append((module._parameters, attribute, i, info.param, stand_in))
+                    placeholder = None if alone else released
+                    sites.append((module._parameters, attribute, i, info.param, placeholder))
                 else:
                     sites.append((module.__dict__, attribute, i, released))
         watched = self._watched()

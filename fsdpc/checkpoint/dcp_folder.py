@@ -121,16 +121,16 @@ class Folder:
         """Return the saved dict, with ``Stored`` and ``Pickled`` objects in place of its values."""
         root: dict[Any, Any] = {}
         for name, form in self._stored.items():
-            *parents, last = keys = self._paths.get(name, (name,))
+            *parents, last = where = self._paths.get(name, (name,))
             place, leaf = root, self._leaf(name, form)
             try:
                 for key in parents:
                     place = place.setdefault(key, {})
                 alone = place.setdefault(last, leaf) is leaf
             except (AttributeError, TypeError) as error:  # a value stands where a dict must be
-                raise self._misplaced(name, keys) from error
+                raise self._misplaced(name, where) from error
             if not alone:
-                raise self._misplaced(name, keys)
+                raise self._misplaced(name, where)
         if isinstance(root.get(KEYS), Pickled):
             try:
                 keys = {path: (own, counts) for path, own, counts in root.pop(KEYS).get()}

@@ -106,7 +106,7 @@ check_number(const fsdpc_py_flat *flat, long number)
     return 0;
 }
 
-/* Takes the rows of `sites`: (dict, key, param number, sharded object[, stand-in or None]). */
+/* Takes the rows of `sites`: (dict, key, param number, sharded object[, placeholder or None]). */
 static int
 bind_sites(fsdpc_py_flat *flat, PyObject *sites)
 {
@@ -117,19 +117,19 @@ bind_sites(fsdpc_py_flat *flat, PyObject *sites)
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *dict, *key, *sharded, *stand_in = Py_None;
+        PyObject *dict, *key, *sharded, *placeholder = Py_None;
         int param;
         if (check_row(PyTuple_GET_ITEM(sites, i), "sites") < 0 ||
             !PyArg_ParseTuple(PyTuple_GET_ITEM(sites, i), "O!OiO|O", &PyDict_Type, &dict, &key,
-                              &param, &sharded, &stand_in)) {
+                              &param, &sharded, &placeholder)) {
             return -1;
         }
         if (check_number(flat, param) < 0) {
             return -1;
         }
-        flat->sites[i] =
-            (fsdpc_py_site){Py_NewRef(dict), Py_NewRef(key), Py_NewRef(flat->full[param]),
-                            Py_NewRef(sharded), stand_in == Py_None ? NULL : Py_NewRef(stand_in)};
+        flat->sites[i] = (fsdpc_py_site){Py_NewRef(dict), Py_NewRef(key),
+                                         Py_NewRef(flat->full[param]), Py_NewRef(sharded),
+                                         placeholder == Py_None ? NULL : Py_NewRef(placeholder)};
         flat->site_count++;
     }
     return 0;
@@ -354,7 +354,7 @@ fsdpc_py_flat_unbind(fsdpc_py_flat *flat)
         Py_CLEAR(sites[i].key);
         Py_CLEAR(sites[i].full);
         Py_CLEAR(sites[i].sharded);
-        Py_CLEAR(sites[i].stand_in);
+        Py_CLEAR(sites[i].placeholder);
     }
     for (int i = 0; i < sharded_count; i++) {
         Py_CLEAR(sharded[i].param);
@@ -397,7 +397,7 @@ put_back(fsdpc_py_flat *flat, bool own)
             }
             continue;
         }
-        PyObject *shown = flat->in_pass && site->stand_in ? site->stand_in : site->sharded;
+        PyObject *shown = flat->in_pass && site->placeholder ? site->placeholder : site->sharded;
         if (PyDict_SetItem(site->dict, site->key, shown) < 0) {
             return -1;
         }
@@ -408,7 +408,7 @@ put_back(fsdpc_py_flat *flat, bool own)
 int
 fsdpc_py_set_in_pass(fsdpc_py_flat *flat, bool in_pass)
 {
-    if (flat->in_pass == in_pass || flat->site_count == 0 || !flat->sites[0].stand_in) {
+    if (flat->in_pass == in_pass || flat->site_count == 0 || !flat->sites[0].placeholder) {
         return 0;
     }
     flat->in_pass = in_pass;

@@ -130,7 +130,7 @@ set_members_left(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
     X(in_use, PyBool_FromLong(self->installed > 0), NULL, \
       "A forward or backward runs on the gathered values.") \
     X(in_pass, PyBool_FromLong(self->in_pass), NULL, \
-      "True while forwards of other units see stand-ins instead of sharded parameters.") \
+      "True while forwards of other units see placeholders instead of sharded parameters.") \
     X(shown, PyBool_FromLong(self->shown), set_shown, \
       "The modules show full values of the caller: a pass leaves the modules' entries " \
       "alone.") \

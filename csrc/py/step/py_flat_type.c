@@ -118,7 +118,7 @@ flat_traverse(fsdpc_py_flat *self, visitproc visit, void *arg)
         Py_VISIT(self->sites[i].dict);
         Py_VISIT(self->sites[i].full);
         Py_VISIT(self->sites[i].sharded);
-        Py_VISIT(self->sites[i].stand_in);
+        Py_VISIT(self->sites[i].placeholder);
     }
     for (int i = 0; i < self->sharded_count; i++) {
         Py_VISIT(self->sharded[i].param);

@@ -62,7 +62,7 @@ int fsdpc_py_uninstall_all(fsdpc_py_flat *flat);
 int fsdpc_py_end_stay(fsdpc_py_flat *flat);
 /* Ends this backward's use of the gathered tensors in the modules. Outside of a forward, also ends a stay. */
 int fsdpc_py_end_hold(fsdpc_py_flat *flat);
-/* Sets what the modules show instead of gathered tensors: stand-ins (in_pass) or sharded parameters. */
+/* Sets what the modules show instead of gathered tensors: placeholders (in_pass) or sharded parameters. */
 int fsdpc_py_set_in_pass(fsdpc_py_flat *flat, bool in_pass);
 
 /* --- py_stay.c ------------------------------------------------------------------------------- */

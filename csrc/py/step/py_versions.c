@@ -7,8 +7,8 @@
  * while the unit is released, or after a step, ends in autograd's error ("modified by an inplace operation")
  * and never in a wrong gradient. If the gathered values are the shard itself, they stay readable.
  *
- * If there are no sharded parameters of the user to show (use_orig_params=False), the modules show a stand-in
- * while the unit is released: the stand-in's shape can be read, but not its values.
+ * If there are no sharded parameters of the user to show (use_orig_params=False), the modules show a
+ * placeholder while the unit is released: the placeholder's shape can be read, but not its values.
  */
 #include "py/step/py_hooks_impl.h"
 

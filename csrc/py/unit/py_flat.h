@@ -15,9 +15,9 @@ typedef struct fsdpc_py_gate {
 } fsdpc_py_gate;
 
 /* A module's entry for a parameter. dict[key] is `full` while the parameter is gathered for use. At other
- * times it is `stand_in` (if not NULL) while a forward of the model runs, and `sharded` otherwise. */
+ * times it is `placeholder` (if not NULL) while a forward of the model runs, and `sharded` otherwise. */
 typedef struct fsdpc_py_site {
-    PyObject *dict, *key, *full, *sharded, *stand_in;
+    PyObject *dict, *key, *full, *sharded, *placeholder;
 } fsdpc_py_site;
 
 /* A sharded parameter, as the optimizer sees it. It holds this rank's part of the unit's parameters whose
@@ -97,7 +97,8 @@ typedef struct fsdpc_py_flat {
     fsdpc_py_view *views;
     PyObject **held;
     int installed; /* calls of fsdpc_py_install that have not been undone */
-    bool in_pass;  /* a forward of the model runs, so sites show stand-ins in place of `sharded` */
+    bool
+        in_pass; /* a forward of the model runs, so sites show placeholders in place of `sharded` */
     /* True if sites show the gathered tensors whenever the unit is gathered, even if `installed` is 0. */
     bool by_gather;
     /* Two tuples of a tensor that shares the version counter of the gathered tensors: `versions` has the
